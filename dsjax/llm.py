@@ -30,7 +30,7 @@ from dsjax.engine.text.input_processor import Prompt
 from dsjax.engine.text.outputs import RequestOutput
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.errors import UserError
-from dsjax.progress import counting
+from dsjax.progress import report_progress
 from sharding.mesh import MeshSpec
 
 _log = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class LLM:
             eos_token_ids=loaded.eos_token_ids,
             prefills=prefills,
             event_sink=event_sink,
-            generations=self._generations,
+            mesh_changer=self._generations,
         )
         self.engine = LLMEngine(self.parts)
         self._facts = loaded.facts
@@ -210,7 +210,7 @@ class LLM:
         ids = [f"generate-{next(self._ids)}" for _ in prompts]
         options = [RequestOptions(plain(value), cache_salt, session) for value in priorities]
         outputs: dict[str, RequestOutput] = {}
-        progress = counting(Console(stderr=True), use_tqdm, "prompts", len(prompts))
+        progress = report_progress(Console(stderr=True), use_tqdm, "prompts", len(prompts))
         with self._exclusive(), progress as report, deferred_interrupts() as raise_interrupt:
             try:
                 for request in zip(ids, prompts, params, options, strict=True):

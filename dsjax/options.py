@@ -40,12 +40,13 @@ def option(default: Any, help: str, group: str | None = None, **metadata: Any) -
         default: value if the option is not given.
         help: a line for `--help`.
         group: heading in `--help`; None: the dataclass's.
-        metadata: `choices`; `flag`, if it is not the field's name; `alias`, another flag;
-            `switch`: a bool without a `--no-` form; `envvar`; `metavar`, such as `JSON`; `classes`: Python callers may pass a class
-            instead of a choice (without `choices` the option has no flag); `least`, `above`, `most`: bounds of numbers, checked on
-            construction; `min`: the smallest number that the command line accepts, shown in `--help`; `show_default`: the default that
-            `--help` shows, if it is not the field's; `of_host`: an engine option that changes which commands an executor gets but not
-            how it runs them, or that belongs to another engine (true of all of `Group.HOSTS`).
+        metadata: optional keys.
+            Checks on construction: `choices`; `least`, `above`, `most`: bounds of a number; `classes`: Python callers may pass a class
+                instead of a choice (without `choices` the option has no flag).
+            Command line: `flag`, if it is not the field's name; `alias`: another flag; `switch`: a bool without a `--no-` form; `envvar`;
+                `metavar`, such as `JSON`; `min`: the smallest number accepted; `show_default`, if it is not the field's default.
+            Engine options: `host_only`: the option changes which commands an executor gets but not how it runs them, or it belongs to
+                another engine (true of all of `Group.HOSTS`).
     """
     return dataclasses.field(default=default, metadata={"help": help, "group": group, **metadata})
 
@@ -54,8 +55,8 @@ advanced = functools.partial(option, advanced=True)
 """An `option` that only `--help-all` shows."""
 
 
-_KINDS = {bool: "True or False", int: "an integer", float: "a number", str: "text", type: "a class"}
-"""Types of option values that `Checked` checks, in words."""
+_TYPE_NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "text", type: "a class"}
+"""Types of option values that `Checked` checks → their names in messages."""
 _BOUNDS = (("least", operator.ge, "of at least"), ("above", operator.gt, "above"), ("most", operator.le, "of at most"))
 
 
@@ -78,24 +79,30 @@ def _hints(kind: type) -> dict[str, Any]:
 
 def _check(field: dataclasses.Field, hint: Any, value: Any) -> None:
     """Raise `OptionError` if the value is invalid for the field. hint: the field's annotation."""
-    facts = field.metadata
-    kinds = set(get_args(hint)) if isinstance(hint, UnionType) else {hint}
-    is_class = facts.get("classes") and isinstance(value, type)  # its base class is checked where it is used
-    if is_class or (value is None and NoneType in kinds):
+    metadata = field.metadata
+    types = set(get_args(hint)) if isinstance(hint, UnionType) else {hint}
+    is_class = metadata.get("classes") and isinstance(value, type)  # its base class is checked where it is used
+    if is_class or (value is None and NoneType in types):
         return
-    [kind, *others] = kinds - {NoneType}
-    if others or kind not in _KINDS:
+    [expected_type, *others] = types - {NoneType}
+    if others or expected_type not in _TYPE_NAMES:
         return
-    if "choices" in facts:
-        is_right, expected = value in facts["choices"], f"one of {', '.join(facts['choices'])}"
+    if "choices" in metadata:
+        is_valid = value in metadata["choices"]
+        expected = f"one of {', '.join(metadata['choices'])}"
     else:
-        bounds = [(holds, facts[name], word) for name, holds, word in _BOUNDS if name in facts]
-        expected = " ".join([_KINDS[kind], " and ".join(f"{word} {bound:,}" for _, bound, word in bounds)]).rstrip()
-        types = (int, float) if kind is float else kind
-        is_right = isinstance(value, types) and isinstance(value, bool) is (kind is bool)
-        is_right = is_right and all(holds(value, bound) for holds, bound, _ in bounds)
-    if not is_right:
+        bounds = [(holds, metadata[name], words) for name, holds, words in _BOUNDS if name in metadata]
+        is_valid = _has_type(value, expected_type) and all(holds(value, bound) for holds, bound, _ in bounds)
+        expected = " and ".join(f"{words} {bound:,}" for _, bound, words in bounds)
+        expected = f"{_TYPE_NAMES[expected_type]} {expected}".rstrip()
+    if not is_valid:
         raise OptionError(f"{flag_of(field)} is {value!r}, expected {expected}")
+
+
+def _has_type(value: Any, expected: type) -> bool:
+    """Whether a value has a type; an integer is also a float, and a bool is not a number."""
+    types = (int, float) if expected is float else expected
+    return isinstance(value, types) and isinstance(value, bool) == (expected is bool)
 
 
 def flag_of(field: dataclasses.Field) -> str:
@@ -112,12 +119,8 @@ def check_place(flag: str, path: str | None) -> None:
     if path is None or path == "-":
         return
     folder = os.path.dirname(path) or "."
-    if (
-        not path
-        or os.path.isdir(path)
-        or not os.path.isdir(folder)
-        or not os.access(path if os.path.exists(path) else folder, os.W_OK)
-    ):
+    target = path if os.path.exists(path) else folder
+    if not path or os.path.isdir(path) or not os.path.isdir(folder) or not os.access(target, os.W_OK):
         raise OptionError(f"{flag} is {path!r}, where no file can be written; choose another")
 
 
@@ -127,12 +130,12 @@ def check_url(flag: str, url: str, example: str = "http://HOST:PORT") -> None:
     Raises:
         OptionError: not an http URL, no host, or an invalid host or port.
     """
-    why = _why_no_url(url)
-    if why:
-        raise OptionError(f"{flag} is {url!r}: {why}; expected an address such as {example}")
+    problem = _url_problem(url)
+    if problem is not None:
+        raise OptionError(f"{flag} is {url!r}: {problem}; expected an address such as {example}")
 
 
-def _why_no_url(url: str) -> str | None:
+def _url_problem(url: str) -> str | None:
     try:
         parts = urllib.parse.urlsplit(url)
         host, port = parts.hostname, parts.port

@@ -8,68 +8,80 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from rich.console import Console
 
-Titled = TypeVar("Titled")
-"""Something with a `title`."""
+Item = TypeVar("Item")
 
 
-class Tenths:
-    """Writes a line at the first report and at each tenth of `total`.
+class _Tenths:
+    """Prints a line at the first report and at each tenth of `total`, such as `compiling: 4 of 31 (13%), 9 s`."""
 
-    ::
+    def __init__(self, console: "Console", title: str, total: float, show: Callable[[float], str]):
+        self._console, self._title, self._total, self._show = console, title, total, show
+        self._begun, self._last_tenth = time.monotonic(), -1
 
-        compiling: 4 of 31 (12 %), 9 s
-    """
-
-    def __init__(
-        self, title: str, total: float, write: Callable[[str], None], show: Callable[[float], str] = "{:g}".format
-    ):
-        self._title, self._total, self._write, self._show = title, total, write, show
-        self._begun = time.monotonic()
-        self._tenth = -1
-
-    def reach(self, done: float) -> None:
-        """Report progress."""
+    def report(self, done: float) -> None:
+        """Write a line if `done` reaches another tenth."""
         share = done / self._total if self._total else 1.0
-        tenth = int(share * 10 + 1e-9)
-        if tenth <= self._tenth:
+        tenth = int(share * 10)
+        if tenth <= self._last_tenth:
             return
-        self._tenth = tenth
+        self._last_tenth = tenth
         seconds = time.monotonic() - self._begun
-        self._write(f"{self._title}: {self._show(done)} of {self._show(self._total)} ({share:.0%}), {seconds:.0f} s")
+        counts = f"{self._show(done)} of {self._show(self._total)} ({share:.0%})"
+        self._console.print(f"{self._title}: {counts}, {seconds:.0f} s", highlight=False)
 
 
 @contextlib.contextmanager
-def counting(console: "Console", shown: bool, title: str, total: int) -> Iterator[Callable[[int, str], None]]:
+def report_progress(
+    console: "Console", shown: bool, title: str, total: int, *, in_bytes: bool = False
+) -> Iterator[Callable[[int, str], None]]:
     """Show how many of `total` are done; yield a function that takes this number and a short detail, which only the bar shows.
 
-    The bar disappears at the end. If the console is no terminal, a line is printed at each tenth.
+    The bar disappears at the end, unless it shows bytes.
     """
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    if not shown:
+        yield lambda done, detail: None
+        return
+    if not console.is_terminal:
+        show = (lambda size: f"{size / 1e9:,.3g} GB") if in_bytes else "{:g}".format
+        tenths = _Tenths(console, title, total, show)
+        yield lambda done, detail: tenths.report(done)
+        return
+    from rich import progress
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    columns += (TimeRemainingColumn(), TextColumn("{task.fields[detail]}"))
-    tenths = Tenths(title, total, lambda line: console.print(line, highlight=False))
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+    if in_bytes:
+        counts = progress.DownloadColumn(), progress.TransferSpeedColumn()
+    else:
+        counts = progress.MofNCompleteColumn(), progress.TimeElapsedColumn()
+    detail_column = progress.TextColumn("{task.fields[detail]}")
+    columns = progress.TextColumn("{task.description}"), progress.BarColumn(), *counts, progress.TimeRemainingColumn()
+    with progress.Progress(*columns, detail_column, console=console, transient=not in_bytes) as bar:
         task = bar.add_task(title, total=total, detail="")
-
-        def report(done: int, detail: str) -> None:
-            if shown and not console.is_terminal:
-                tenths.reach(done)
-            bar.update(task, completed=done, detail=detail)
-
-        yield report
+        yield lambda done, detail: bar.update(task, completed=done, detail=detail)
 
 
-def in_turn(console: "Console", shown: bool, title: str, items: Sequence[Titled]) -> Iterator[Titled]:
-    """Yield the items, and show the current one and how many are done."""
-    with counting(console, shown, title, len(items)) as report:
+@contextlib.contextmanager
+def report_bytes(title: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Show progress in bytes on standard error, if `shown`; yield a function that takes the number of further bytes."""
+    if not shown:
+        yield lambda num_bytes: None
+        return
+    from rich.console import Console
+
+    with report_progress(Console(stderr=True), shown, title, total, in_bytes=True) as report:
+        done = 0
+
+        def advance(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            report(done, "")
+
+        advance(0)
+        yield advance
+
+
+def track(console: "Console", shown: bool, title: str, items: Sequence[Item]) -> Iterator[Item]:
+    """Yield the items, which have a `title`; show the current title and how many items are done."""
+    with report_progress(console, shown, title, len(items)) as report:
         for number, item in enumerate(items):
             report(number, item.title)
             yield item

@@ -26,3 +26,11 @@ def table(
     for row, style in zip_longest(rows, styles):
         made.add_row(*row, style=style)
     return made
+
+
+def table_of(title: str, *columns: str) -> Table:
+    """Make a table without rows. The first column is left-aligned, all others are right-aligned, and their texts wrap."""
+    made = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        made.add_column(column, justify="right" if index else "left")
+    return made

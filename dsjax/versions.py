@@ -25,18 +25,12 @@ def installed_version(package: str, missing: str = "not installed") -> str:
 
 
 class Mismatch(NamedTuple):
-    """A package that is missing, or has a version that dsjax does not work with.
-
-    Attributes:
-        installed: its version; None if it is missing.
-        wanted: requirement to pass to `pip install`.
-        is_optional: whether it belongs to an extra.
-    """
+    """A package that is missing, or has a version that dsjax does not work with."""
 
     package: str
-    installed: str | None
-    wanted: str
-    is_optional: bool
+    installed: str | None  # its version; None if it is missing
+    wanted: str  # requirement to pass to `pip install`
+    is_optional: bool  # whether it belongs to an extra
 
 
 def mismatches() -> list[Mismatch]:

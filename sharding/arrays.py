@@ -1,7 +1,5 @@
 """Move arrays between the host and a mesh that may span several processes, each of which holds only its own devices' shards."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -15,17 +15,14 @@ Policy = Literal["auto", "global", "hierarchical"]
 
 
 class Balancedness(NamedTuple):
-    """How evenly the ranks are loaded. The first two lie between 1 ÷ ranks and 1 (even), the third between 1 (even) and ranks.
+    """How evenly the ranks are loaded. The first two lie between 1 ÷ ranks and 1 (even), the third between 1 (even) and ranks."""
 
-    of_sums: the sum over layers of the mean rank's load ÷ the sum over layers of the busiest rank's, as vLLM logs it; what dsjax
-        reports as balancedness. Layers are weighted by their tokens. The busiest rank is taken per layer, because a step
-        waits for it in each layer: summing a rank's load over layers first would let layers compensate for each other.
-    of_layers: the mean over layers of (mean ÷ busiest), as SGLang logs it.
-    busiest: the mean over layers of (busiest ÷ mean): how many times longer than with an even load a layer's experts take.
-    """
-
+    # the sum over layers of the mean rank's load ÷ the sum over layers of the busiest rank's, as vLLM logs it; what dsjax reports as
+    # balancedness. Layers are weighted by their tokens. The busiest rank is taken per layer, because a step waits for it in each layer:
+    # summing a rank's load over layers first would let layers compensate for each other
     of_sums: float
-    of_layers: float
+    of_layers: float  # the mean over layers of (mean ÷ busiest), as SGLang logs it
+    # the mean over layers of (busiest ÷ mean): how many times longer than with an even load a layer's experts take
     busiest: float
 
 

@@ -63,12 +63,12 @@ def outside(work: Hashable, values: Sequence[jax.Array], results: Sequence[Descr
 
 
 class _Piece(NamedTuple):
-    """A run of equations, or one ``outside``. takes, gives: variables; donates: indices in ``takes`` of values not read afterwards."""
+    """A run of equations, or one ``outside``."""
 
     equations: list
-    takes: list
-    gives: list
-    donates: tuple[int, ...]
+    takes: list  # input variables
+    gives: list  # output variables
+    donates: tuple[int, ...]  # indices in ``takes`` of values not read afterwards
 
     @property
     def work(self) -> Hashable | None:
@@ -129,19 +129,21 @@ class MemoryStats:
 
 @dataclass(frozen=True)
 class CutCompiled:
-    """The programs of a cut function, called as one.
-
-    out_info: descriptions of the results, each with its sharding.
-    """
+    """The programs of a cut function, called as one."""
 
     lowered: CutLowered
     runs: Sequence[Any]
-    out_info: Any
+    out_info: Any  # descriptions of the results, each with its sharding
 
     @property
     def output_shardings(self) -> Any:
         """Shardings of the results."""
         return jax.tree.map(lambda described: described.sharding, self.out_info)
+
+    @property
+    def programs(self) -> list[jax.stages.Compiled]:
+        """The programs, without the work between them."""
+        return [run for piece, run in zip(self.lowered.pieces, self.runs, strict=True) if piece.work is None]
 
     def __call__(self, *arguments: Any) -> Any:
         """Return the results of the function; the donated argument's arrays are consumed."""
@@ -158,8 +160,7 @@ class CutCompiled:
 
     def memory_analysis(self) -> MemoryStats:
         """Return bytes per device, without the work between programs."""
-        programs = [run for piece, run in zip(self.lowered.pieces, self.runs, strict=True) if piece.work is None]
-        stats = [program.memory_analysis() for program in programs]
+        stats = [program.memory_analysis() for program in self.programs]
         return MemoryStats(
             max(one.temp_size_in_bytes for one in stats),
             sum(one.output_size_in_bytes for one in stats),

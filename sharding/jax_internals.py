@@ -3,8 +3,6 @@
 Functions import JAX lazily and start no backend, because a process must join the others before JAX initialises its devices.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import os

@@ -14,12 +14,10 @@ from sharding.placement import CopyTables, Placement
 
 @dataclass(frozen=True, eq=False)
 class LayerPlacements:
-    """The placement of logical experts on physical slots in each layer. Every rank has the same number of consecutive slots.
+    """The placement of logical experts on physical slots in each layer. Every rank has the same number of consecutive slots."""
 
-    physical_to_logical: the logical expert in each physical slot. Every logical expert has at least one slot in every layer, and so
-    at most ``width`` copies; tables on the devices are ``width`` columns wide for every placement.
-    """
-
+    # the logical expert in each physical slot. Every logical expert has at least one slot in every layer, and so at most ``width`` copies;
+    # tables on the devices are ``width`` columns wide for every placement
     physical_to_logical: Int[np.ndarray, "L P"]
     n_logical: int
 

@@ -31,11 +31,9 @@ class CopyTables(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Assignment of logical experts to physical slots. Slots are numbered rank by rank, with the same number on each rank.
+    """Assignment of logical experts to physical slots. Slots are numbered rank by rank, with the same number on each rank."""
 
-    physical_to_logical: the logical expert in each physical slot. Every logical expert has at least one slot.
-    """
-
+    # the logical expert in each physical slot. Every logical expert has at least one slot
     physical_to_logical: tuple[int, ...]
     n_logical: int
 

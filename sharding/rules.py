@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -19,11 +19,11 @@ from sharding.mesh import MeshSpec
 class Rules:
     """Logical axis name → the mesh axes over which that dimension is sharded; ``()`` does not shard it.
 
-    To try another layout, replace entries: ``Rules.for_mesh(spec).replace(shared_width=())``. in_host: logical axes whose arrays are in
-    the memory of each device's host, instead of on the device (``in_host_memory``).
+    To try another layout, replace entries: ``Rules.for_mesh(spec).replace(shared_width=())``.
     """
 
     table: Mapping[str, tuple[str, ...]]
+    # logical axes whose arrays are in the memory of each device's host, instead of on the device (``in_host_memory``)
     in_host: frozenset[str] = frozenset()
 
     def __post_init__(self):
@@ -115,9 +115,6 @@ class Rules:
         if name not in self.table:
             raise MeshError(f"no rule for logical axis {name!r}; the names are {sorted(self.table)}")
         return self.table[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.table)
 
 
 def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:

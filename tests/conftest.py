@@ -1,5 +1,6 @@
 """Environment of every test: 32 emulated CPU devices, set before anything imports JAX; and how many processes share the tests."""
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -48,16 +49,8 @@ OLD_SECONDS = 7 * 24 * 3600
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`pytest --serving-compilation` and `pytest --check-shapes`."""
-    parser.addoption(
-        SERVING_FLAG,
-        action="store_true",
-        help="compile as `dsjax serve` does, instead of quickly",
-    )
-    parser.addoption(
-        SHAPES_FLAG,
-        action="store_true",
-        help="hold arrays to the shapes and dtypes in signatures",
-    )
+    parser.addoption(SERVING_FLAG, action="store_true", help="compile as `dsjax serve` does, instead of quickly")
+    parser.addoption(SHAPES_FLAG, action="store_true", help="hold arrays to the shapes and dtypes in signatures")
 
 
 def _wants_gpu(arguments: Sequence[str]) -> bool:
@@ -149,9 +142,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def drop_old_programs(folder: Path) -> None:
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if path.is_file() and time.time() - path.stat().st_mtime > OLD_SECONDS:
-            path.unlink(missing_ok=True)
+    for path in folder.glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another run has just done so
+            if path.is_file() and time.time() - path.stat().st_mtime > OLD_SECONDS:
+                path.unlink()
 
 
 def longest_first(items: Sequence[pytest.Item], seconds: Mapping[str, float], root: Path) -> list[pytest.Item]:
@@ -202,13 +196,9 @@ def cache_settings():
 
     from dsjax.engine.device import process
 
-    names = (
-        "jax_compilation_cache_dir",
-        "jax_enable_compilation_cache",
-        "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_enable_xla_caches",
-    )
-    before = {name: getattr(jax.config, name) for name in names}
+    settings = ("min_compile_time_secs", "enable_xla_caches")
+    names = ("compilation_cache_dir", "enable_compilation_cache", *(f"persistent_cache_{one}" for one in settings))
+    before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in names}
     yield
     for name, value in before.items():
         jax.config.update(name, value)
@@ -225,15 +215,8 @@ def no_programs_on_disk():
         yield
 
 
-_TRACED = (
-    "sharding",
-    "dsjax.fp4",
-    "dsjax.kernels",
-    "dsjax.model",
-    "dsjax.engine.device",
-    "dsjax.engine.pipeline",
-    "dsjax.engine.afd",
-)
+_ROOMS = ("fp4", "kernels", "model", "engine.device", "engine.pipeline", "engine.afd")
+_TRACED = ("sharding", *(f"dsjax.{room}" for room in _ROOMS))
 """Packages whose functions a program's trace calls."""
 
 
@@ -255,17 +238,11 @@ class _Patch(pytest.MonkeyPatch):
         if _is_traced(target):
             from dsjax.engine.program_cache.folder import ProgramFolder
 
-            for method, without in _NO_FOLDER.items():
-                super().setattr(ProgramFolder, method, without)
+            super().setattr(ProgramFolder, "inside", lambda cache: None)
+            # An engine of the whole file has its folder already.
+            super().setattr(ProgramFolder, "read", lambda folder, name: None)
+            super().setattr(ProgramFolder, "write", lambda folder, name, data: None)
         super().setattr(target, *arguments, **options)
-
-
-_NO_FOLDER = {
-    "inside": lambda cache: None,
-    # An engine of the whole file has its folder already.
-    "read": lambda self, name: None,
-    "write": lambda self, name, data: None,
-}
 
 
 @pytest.fixture

@@ -66,12 +66,8 @@ class CpuSeconds:
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
         """Print the sum, the files that have changed and those that take too long, and keep all."""
-        run = {
-            "seconds": time.monotonic() - self._started,
-            "date": datetime.date.today().isoformat(),
-            "cpu": dict(self.cpu),
-            "tests": dict(self.tests),
-        }
+        run = {"seconds": time.monotonic() - self._started, "date": datetime.date.today().isoformat()}
+        run |= {"cpu": dict(self.cpu), "tests": dict(self.tests)}
         if hasattr(self._config, "cache"):  # not with `-p no:cacheprovider`
             self._config.cache.set(KEY, run)
         for line in summary(self.cpu, changed_files(self._config.rootpath)):

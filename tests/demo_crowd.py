@@ -6,15 +6,8 @@ CLIENTS = 64
 NEW_TOKENS = 8
 SIZES = {"max_model_len": 256, "prefill_chunk": 32, "max_num_seqs": 2}
 _WORDS = (
-    "def main(",
-    "import os\n",
-    "class Queue:\n",
-    "for i in range(",
-    "# Copyright",
-    "return self.",
-    "x = [",
-    "try:\n",
-)
+    "def main(", "import os\n", "class Queue:\n", "for i in range(", "# Copyright", "return self.", "x = [", "try:\n",
+)  # fmt: skip
 
 
 def options() -> list[str]:

@@ -19,10 +19,9 @@ def in_fp4(params: dict[str, np.ndarray], form: PackedFormat) -> tuple[dict[str,
             stacked = np.stack(arrays)
             return np.moveaxis(stacked.reshape(*lead, *stacked.shape[1:]), -1, 1)
 
+        bits = f"u{form.scale_bytes}"
         packed[f"{stem}weight"] = np.ascontiguousarray(back([values for values, _, _ in parts]))
-        packed[f"{stem}scale"] = np.ascontiguousarray(
-            back([scales.view(f"u{form.scale_bytes}") for _, scales, _ in parts])
-        )
+        packed[f"{stem}scale"] = np.ascontiguousarray(back([scales.view(bits) for _, scales, _ in parts]))
         if form.has_global:
             packed[f"{stem}global_scale"] = np.array([whole for *_, whole in parts], np.float32).reshape(*lead, 1)
         decoded[name] = np.ascontiguousarray(back([host.decode(values, form, *scales) for values, *scales in parts]))

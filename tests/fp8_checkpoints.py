@@ -7,43 +7,25 @@ that a scale applied to the wrong elements moves the logits by much.
 import dataclasses
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 from goldens.random_weights import RandomWeights
 from layouts import write_model
+from odd_checkpoints import tensors_of
 
-from dsjax.checkpoint.names import SCALE_SUFFIX, TensorNames
-from dsjax.checkpoint.quantise import quantise
+from dsjax.checkpoint.names import SCALE_SUFFIX
 from dsjax.config import MlaConfig, ModelConfig, QuantizationConfig
-from dsjax.model.parameter_table import abstract_parameters
 from dsjax.model.parameters import BLOCK
 
 RAGGED = ModelConfig(
-    model_type="deepseek_v3",
-    vocab_size=72,
-    hidden_size=160,
-    intermediate_size=272,
-    num_hidden_layers=2,
-    num_attention_heads=8,
+    model_type="deepseek_v3", vocab_size=72, hidden_size=160, intermediate_size=272, num_hidden_layers=2, num_attention_heads=8,
     mla=MlaConfig(q_lora_rank=136, kv_lora_rank=132, qk_nope_head_dim=20, qk_rope_head_dim=8, v_head_dim=18),
-    moe_intermediate_size=136,
-    n_routed_experts=8,
-    n_shared_experts=1,
-    num_experts_per_tok=2,
-    first_k_dense_replace=1,
-    n_group=2,
-    topk_group=1,
-    max_position_embeddings=64,
-    torch_dtype="float32",
-    quantization=QuantizationConfig(),
-)
+    moe_intermediate_size=136, n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, first_k_dense_replace=1,
+    n_group=2, topk_group=1, max_position_embeddings=64, torch_dtype="float32", quantization=QuantizationConfig(),
+)  # fmt: skip
+_HEADS = dataclasses.replace(RAGGED.mla, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
 # Widths that tp splits are whole blocks on two devices; those that it does not split stay ragged.
 WHOLE = dataclasses.replace(
-    RAGGED,
-    num_attention_heads=16,
-    mla=dataclasses.replace(RAGGED.mla, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16),
-    intermediate_size=256,
-    moe_intermediate_size=256,
+    RAGGED, num_attention_heads=16, mla=_HEADS, intermediate_size=256, moe_intermediate_size=256
 )
 
 
@@ -54,18 +36,12 @@ def uneven(values: np.ndarray) -> np.ndarray:
 
 
 def fp8_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
-    names = TensorNames(config, abstract_parameters(config, weights="fp8"))
-    weights, tensors = RandomWeights(1), {}
-    for name, (path, piece) in names.places().items():
-        if name.endswith(SCALE_SUFFIX):
-            continue
-        info = names.parameters[path]
-        values = weights.tensor(name, piece.shape(info.shape))
-        if info.quantised:
-            tensors[name], tensors[name + SCALE_SUFFIX] = quantise(uneven(values))
-        else:
-            tensors[name] = values if name.endswith("e_score_correction_bias") else values.astype(ml_dtypes.bfloat16)
-    return tensors
+    def values(name: str, shape: tuple[int, ...], quantised: bool) -> np.ndarray:
+        drawn = weights.tensor(name, shape)
+        return uneven(drawn) if quantised else drawn
+
+    weights = RandomWeights(1)
+    return tensors_of(config, "fp8", values)
 
 
 def dequantised(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -12,15 +12,12 @@ from sharding import MeshSpec, Rules
 from sharding.layer_placement import LayerPlacements
 
 
-def placements(config, spec: MeshSpec, redundant: int, seed: int | None, mtp: bool) -> LayerPlacements:
+def placements(config, redundant: int, seed: int | None, mtp: bool) -> LayerPlacements:
     """Experts in order with copies of the first ones behind them, or where a balancer might have put them, each layer otherwise."""
     layers, experts = config.num_moe_layers + mtp, config.n_routed_experts
-    row = [*range(experts), *range(redundant)]
-    rows = np.tile(np.array(row, np.int32), (layers, 1))
-    if seed is not None:
-        rng = np.random.default_rng(seed)
-        rows = np.stack([rng.permutation(row) for _ in range(layers)])
-    return LayerPlacements(rows, experts)
+    row = np.array([*range(experts), *range(redundant)], np.int32)
+    order = np.asarray if seed is None else np.random.default_rng(seed).permutation
+    return LayerPlacements(np.stack([order(row) for _ in range(layers)]), experts)
 
 
 class Engine:
@@ -31,15 +28,12 @@ class Engine:
     ):
         spec = MeshSpec.parse(mesh)
         self.mesh = spec.arrange(devices if devices is not None else jax.devices()[: spec.num_devices])
-        self.placements = placements(config, spec, redundant, seed, mtp)
+        self.placements = placements(config, redundant, seed, mtp)
         options = {"weights": weights, "placement": self.placements, "mtp": mtp}
         self.params = load(config, directory, self.mesh, Rules.for_mesh(spec), **options, **held)
-        infos = abstract_parameters(
-            config, weights=weights, platform="cpu", num_physical=self.placements.n_physical, mtp=mtp
-        )
-        self.step = SimpleNamespace(
-            config=config, table=SimpleNamespace(infos=infos), stored=lambda placements: placements
-        )
+        infos = abstract_parameters(config, weights=weights, num_physical=self.placements.n_physical, mtp=mtp)
+        table = SimpleNamespace(infos=infos)
+        self.step = SimpleNamespace(config=config, table=table, with_shared_slots=lambda placements: placements)
 
     def pointers(self, path: str) -> list[int]:
         """Where each device has its shard."""

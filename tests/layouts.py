@@ -15,57 +15,20 @@ from dsjax.config import ModelConfig
 from dsjax.config.weights import WEIGHT_FORMATS
 from dsjax.engine.experts.expert_balancer import ExpertBalancer
 
+YARN = {
+    "type": "yarn", "factor": 4, "original_max_position_embeddings": 32, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32,
+    "beta_slow": 1,
+}  # fmt: skip
 TINY = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "n_routed_experts": 32,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 4,
-    "first_k_dense_replace": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 128,
-    "rope_theta": 10000,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 4,
-        "original_max_position_embeddings": 32,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "beta_fast": 32,
-        "beta_slow": 1,
-    },
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-MODELS = {
-    "v3": {},
-    "v3.2": {
-        "architectures": ["DeepseekV32ForCausalLM"],
-        "model_type": "deepseek_v32",
-        "index_topk": 12,  # of contexts of up to 105 tokens
-        "index_n_heads": 4,
-        "index_head_dim": 8,
-    },
-}
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48,
+    "moe_intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 8, "kv_lora_rank": 16, "q_lora_rank": 24,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 32, "n_shared_experts": 1, "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6, "max_position_embeddings": 128, "rope_theta": 10000, "rope_scaling": YARN,
+    "tie_word_embeddings": False, "torch_dtype": "float32", "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+INDEXER = {"index_topk": 12, "index_n_heads": 4, "index_head_dim": 8}  # contexts have up to 105 tokens
+MODELS = {"v3": {}, "v3.2": {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"} | INDEXER}
 """What each model of the sweeps changes in ``TINY``."""
 CHANGES_NUMBERS = (*exact.CHANGES_NUMBERS, "index_scores")
 """Options of a layout's run that one device must have too, to give the same bits."""
@@ -92,8 +55,7 @@ def widths(weights: str, tp: int) -> dict:
     row = WEIGHT_FORMATS[weights]
     changed = wide(tp) if row.keeps_fp8 else {}
     if row.expert_block is not None:
-        least = row.expert_block * tp
-        changed["moe_intermediate_size"] = max(changed.get("moe_intermediate_size", 0), least)
+        changed["moe_intermediate_size"] = max(changed.get("moe_intermediate_size", 0), row.expert_block * tp)
     return changed
 
 

@@ -72,17 +72,14 @@ class Given:
 def given_to(output) -> Given:
     """What the only completion of a finished request has."""
     (completion,) = output.outputs
-    chosen = zip(completion.token_ids, completion.logprobs, strict=True)
-    of_prompt = (
-        zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True) if output.prompt_logprobs else ()
-    )
-    return Given(
-        tuple(completion.token_ids),
-        tuple(entry[token].logprob for token, entry in chosen),
-        tuple(entry[token].logprob for token, entry in of_prompt),
-        output.num_cached_tokens,
-        output.metrics.num_preemptions,
-    )
+
+    def logprobs(tokens, entries):
+        return tuple(entry[token].logprob for token, entry in zip(tokens, entries, strict=True))
+
+    of_prompt = logprobs(output.prompt_token_ids[1:], output.prompt_logprobs[1:]) if output.prompt_logprobs else ()
+    chosen = logprobs(completion.token_ids, completion.logprobs)
+    counts = output.num_cached_tokens, output.metrics.num_preemptions
+    return Given(tuple(completion.token_ids), chosen, of_prompt, *counts)
 
 
 @dataclass(frozen=True)
@@ -142,21 +139,14 @@ class Engine:
         """
         llm = _load(directory, self.options | meshes_of(self.layout) | {"prefill_chunk": self.chunk})
         executor = getattr(llm.executor, "inner", llm.executor)
-        executor.buckets = Buckets(
-            self.decode, (Rectangle(self.rows, self.chunk),), self.mixed, speculation=executor.buckets.speculation
-        )
+        prefill, speculation = (Rectangle(self.rows, self.chunk),), executor.buckets.speculation
+        executor.buckets = Buckets(self.decode, prefill, self.mixed, speculation=speculation)
         decide_at_once(llm)
         return llm
 
 
 def _load(directory: Path, options: dict[str, Any]) -> LLM:
-    llm = LLM(
-        str(directory),
-        dtype="float32",
-        max_num_seqs=ROWS,
-        max_num_batched_tokens=STEP_TOKENS,
-        **options,
-    )
+    llm = LLM(str(directory), dtype="float32", max_num_seqs=ROWS, max_num_batched_tokens=STEP_TOKENS, **options)
     assert llm.executor.model.is_exact
     return llm
 
@@ -217,9 +207,7 @@ def play(llm: LLM, batch: Batch) -> Played:
                 stats = engine.core.stats()
                 accepted += stats.drafts.num_accepted_tokens if stats is not None and stats.drafts else 0
             step += 1
-    given = [
-        given_to(found[number]) if request.aborted is None else None for number, request in enumerate(batch.requests)
-    ]
+    given = [None if one.aborted is not None else given_to(found[at]) for at, one in enumerate(batch.requests)]
     return Played(given, accepted)
 
 
@@ -228,7 +216,6 @@ def draw_engine(rng: random.Random) -> Engine:
     model = rng.choice(["v3", "v3", "v3.2"])
     prefill, decode = rng.choice(FORMS)
     options: dict[str, Any] = {"mla_prefill": prefill, "mla_decode": decode, "page_size": rng.choice([4, 4, 8, 16])}
-    reference: dict[str, Any] = {}
     layout = _draw_layout(rng)
     apart = "+" in layout
     spec = MeshSpec.parse(layout.partition("+")[0])
@@ -258,8 +245,8 @@ def draw_engine(rng: random.Random) -> Engine:
     maybe(0.2, kv_cache_dtype="fp8")
     if model == "v3.2":
         maybe(0.3, index_scores="fp8")
-    reference = {"mla_prefill": prefill, "mla_decode": decode}
-    reference |= {name: options[name] for name in (*CHANGES_NUMBERS, "kv_cache_dtype") if name in options}
+    names = ("mla_prefill", "mla_decode", *CHANGES_NUMBERS, "kv_cache_dtype")
+    reference = {name: options[name] for name in names if name in options}
     return Engine(
         model,
         layout,
@@ -322,11 +309,8 @@ def differences(
     batch: Batch, found: list[Given | None], alone: Callable[[Request], Given]
 ) -> list[tuple[int, Given, Given]]:
     """The requests that got other than what they get alone: number, what it got, and what it had to get."""
-    wrong = []
-    for number, (request, got) in enumerate(zip(batch.requests, found, strict=True)):
-        if got is not None and got != (expected := alone(request)):
-            wrong.append((number, got, expected))
-    return wrong
+    pairs = enumerate(zip(batch.requests, found, strict=True))
+    return [(at, got, due) for at, (request, got) in pairs if got is not None and got != (due := alone(request))]
 
 
 def reads_an_answer(request: Request, given: Given, others: list[tuple[Request, Given]]) -> bool:

@@ -20,15 +20,9 @@ if SERVING_FLAG in sys.argv:
 # the generator that was the only one until 2025, which takes half the time to compile with, and a program's code in one piece instead of
 # up to 32, each of which LLVM begins anew with: a tenth of all instructions of an engine's start and run. (Of the last two jaxlib 0.11 has
 # the first no more, and aborts at a flag that it does not know.) The tests are of our programs, not of XLA's code generators.
-_QUICK = (
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-    *(
-        ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
-        if version("jaxlib").startswith("0.10.")
-        else ()
-    ),
-)
+_QUICK = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
+if version("jaxlib").startswith("0.10."):
+    _QUICK += ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
 
 QUICK_COMPILATION = () if _SERVING in os.environ else _QUICK
 
@@ -48,25 +42,12 @@ def keep_programs(prefix: str) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
-FEW_SHAPES = {
-    "max_num_seqs": 1,  # several would be another program for decodes
-    "max_num_batched_tokens": 8,
-    "prefill_chunk": 8,
-    "page_size": 4,
-    "max_model_len": 32,
-    "kernels": "plain",
-}
-"""Options of an engine that compiles two programs."""
+_PLAIN = {"page_size": 4, "kernels": "plain"}
+FEW_SHAPES = _PLAIN | {"max_num_seqs": 1, "max_num_batched_tokens": 8, "prefill_chunk": 8, "max_model_len": 32}
+"""Options of an engine that compiles two programs; with several rows there would be another one for decodes."""
 
-SEVERAL_ROWS = {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 16,
-    "prefill_chunk": 16,
-    "page_size": 4,
-    "max_model_len": 128,
-    "cache_tokens": 512,
-    "kernels": "plain",
-}
+_LARGE = {"max_model_len": 128, "cache_tokens": 512}
+SEVERAL_ROWS = _PLAIN | {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, **_LARGE}
 """Options of an engine that runs several requests at once on a DP rank.
 
 Engines of equal sizes, mesh and model find each other's programs on disk, so use these unless a claim needs others.

@@ -28,11 +28,24 @@ def tensors(config):
     return hf_tensors(config, RandomWeights(3, bias_center=-0.2))
 
 
+def on_mesh(mesh, rules, infos, host):
+    """The parameters on a mesh."""
+    shardings = {path: rules.sharding(mesh, infos[path].logical_axes, value.shape) for path, value in host.items()}
+    return jax.device_put(host, shardings)
+
+
 def placed(step, host):
     """The parameters on the step's mesh, with those that are derived from them."""
-    infos, rules, on = step.table.infos, step.rules, step.mesh
-    shardings = {path: rules.sharding(on, infos[path].logical_axes, value.shape) for path, value in host.items()}
-    return materialise(step, {path: jax.device_put(value, shardings[path]) for path, value in host.items()})
+    return materialise(step, on_mesh(step.mesh, step.rules, step.table.infos, host))
+
+
+def empty_groups(groups, pages, sharding):
+    """The empty cache arrays of groups. pages: how many each table has."""
+    return {
+        name: jax.device_put(np.zeros((len(group.layers), pages[group.table], group.entries, *shape), dtype), sharding)
+        for group in groups
+        for name, (shape, dtype) in group.arrays.items()
+    }
 
 
 def pack_rows(lead, chunk, table_width, rows):
@@ -51,26 +64,23 @@ def pack_rows(lead, chunk, table_width, rows):
 class Model:
     """A tiny model on a mesh, and its cache as one array after the other."""
 
-    def __init__(self, mesh, config, report=False, rules=None, **options):
+    def __init__(self, mesh, config, report=False, rules=None, mtp=False, **options):
         spec = MeshSpec.parse(mesh)
         args = EngineArgs(mesh=mesh, page_size=G, **({"dtype": "float32"} | options))
-        self.step = make_step(args, config, spec, spec.build())
+        self.step = make_step(args, config, spec, spec.build(), mtp=mtp)
         if rules:
             self.step = dataclasses.replace(self.step, rules=self.step.rules.replace(**rules))
         if report:
             self.step = dataclasses.replace(self.step, dispatch=dataclasses.replace(self.step.dispatch, report=True))
         weights = options.get("weights", "f32" if self.step.dtype == np.float32 else "bf16")
-        host = from_hf_tensors(config, tensors(config), weights=weights, mtp=False)
-        self.params = placed(self.step, host)
+        self.params = placed(self.step, from_hf_tensors(config, tensors(config), weights=weights, mtp=mtp))
         self.ranks = spec.dp_size
         self.rows = NamedSharding(self.step.mesh, P(spec.batch_axes))
         self._programs = {}
 
     def empty_cache(self):
-        return {
-            name: jax.device_put(np.zeros(array.shape, array.dtype), array.sharding)
-            for name, array in device_cache.describe(self.step, PAGES).items()
-        }
+        arrays = device_cache.describe(self.step, PAGES)
+        return {name: jax.device_put(np.zeros(one.shape, one.dtype), one.sharding) for name, one in arrays.items()}
 
     def run(self, cache, groups, prompt_length=None):
         """Logits and cache of a step over ``groups``: ``(kind, rows by rank)``, a row ``(tokens, start, pages)``.
@@ -89,9 +99,9 @@ class Model:
             def run(params, cache, packed):
                 parts = unpack(packed, shapes)
                 if prompt_length is not None:
+                    lengths = [jnp.full_like(part.length, prompt_length) for part in parts]
                     parts = [
-                        dataclasses.replace(part, prompt_length=jnp.full_like(part.length, prompt_length))
-                        for part in parts
+                        dataclasses.replace(part, prompt_length=own) for part, own in zip(parts, lengths, strict=True)
                     ]
                 hidden, cache, reports = self.step.hidden(params, cache, parts, copies)
                 return self.step.logits(params, last_tokens(hidden, parts)), cache, reports

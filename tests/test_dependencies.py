@@ -48,13 +48,10 @@ def test_every_package_that_is_imported_is_declared():
     assert {name for name in packages if normal(DISTRIBUTIONS.get(name, name)) not in declared()} == set()
 
 
-def test_private_modules_are_imported_in_one_place():
+def test_private_modules_are_imported_in_one_place_and_no_others_are():
     for package, allowed in PRIVATE.items():
         files = {file for name, files in imports().items() if f"{name}.".startswith(f"{package}.") for file in files}
         assert sorted(files) == allowed
-
-
-def test_no_other_private_module_of_a_dependency_is_imported():
     private = [name for name in imports() if any(re.match(r"_[a-z]", part) for part in name.split(".")[:-1])]
     assert {name for name in private if not name.startswith(("jax._src", "dsjax", "sharding", "__future__"))} == set()
 

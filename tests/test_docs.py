@@ -13,11 +13,13 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from dsjax.cli.main import COMMANDS, app
+from dsjax.config import load_config
+from dsjax.engine.setup.fitting import check_layout
+from sharding import MeshSpec
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "deploy" / "README.md", *(ROOT / "docs").rglob("*.md")]
-)
+PAGES = sorted([*ROOT.glob("[RC]*.md"), ROOT / "deploy" / "README.md", *(ROOT / "docs").rglob("*.md")])
+TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
 COMMAND = re.compile(
     r"(?:python -m dsjax\.|(?<![\w./-])dsjax )((?:bench |kernels |plan (?=(?:fit|recipe|search|simulate|step)\b))?[a-z]+)\b([^`\n]*)"
@@ -43,7 +45,7 @@ def options() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_lead_to_files_and_headings_that_exist(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+    for target in re.findall(r"\]\(([^)\s]+)\)", TEXTS[page]):
         if target.startswith("http"):
             continue
         path, _, anchor = target.partition("#")
@@ -56,7 +58,7 @@ def test_links_lead_to_files_and_headings_that_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_commands_are_shown_with_options_that_they_have(page, options):
-    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    text = TEXTS[page].replace("\\\n", " ")
     for command, rest in COMMAND.findall(text):
         shown = re.split(r"#|;| \| ", rest)[0]
         unknown = set(FLAG.findall(shown)) - options[command] if command in options else set()
@@ -64,24 +66,22 @@ def test_commands_are_shown_with_options_that_they_have(page, options):
 
 
 def test_every_option_is_named_on_some_page(options):
-    told = {flag for page in PAGES for flag in FLAG.findall(page.read_text(encoding="utf-8"))}
+    told = {flag for text in TEXTS.values() for flag in FLAG.findall(text)}
     for command, flags in options.items():
-        untold = {
-            flag for flag in flags - told if not told & {flag.replace("--no-", "--"), flag.replace("--", "--no-")}
-        }
+        untold = {one for one in flags - told if not told & {one.replace("--no-", "--"), one.replace("--", "--no-")}}
         assert not untold, f"dsjax {command}: no page names {', '.join(sorted(untold))}"
 
 
 def test_every_alert_is_named_on_the_page_of_observability():
     alerts = re.findall(r"alert: (\w+)", (ROOT / "configs/observability/alerts.yml").read_text(encoding="utf-8"))
-    text = (ROOT / "docs" / "observability.md").read_text(encoding="utf-8")
+    text = TEXTS[ROOT / "docs" / "observability.md"]
     assert alerts
     assert not [name for name in alerts if f"`{name}`" not in text]
 
 
 def test_the_index_lists_every_page():
     pages = (ROOT / "docs").glob("*.md")
-    text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    text = TEXTS[ROOT / "docs" / "README.md"]
     assert not [page.name for page in pages if page.name != "README.md" and f"({page.name})" not in text]
 
 
@@ -106,7 +106,7 @@ def test_every_commit_that_a_page_names_exists():
 
     if shutil.which("git") is None or git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
         pytest.skip("needs the repository's whole history")
-    said = {(named(page), commit) for page in PAGES for commit in commits(page.read_text(encoding="utf-8"))}
+    said = {(named(page), commit) for page, text in TEXTS.items() for commit in commits(text)}
     assert len(said) >= 5, "the pages name some"
     missing = [pair for pair in sorted(said) if git("merge-base", "--is-ancestor", pair[1], "HEAD").returncode]
     assert not missing
@@ -127,29 +127,36 @@ def shown_commands(text: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_commands_of_a_page_parse(page):
-    for words in shown_commands(page.read_text(encoding="utf-8")):
+    for words in shown_commands(TEXTS[page]):
         command, path = get_command(app), list(words)
         while path and path[0] in getattr(command, "commands", ()):
             command = command.get_command(None, path.pop(0))
         try:
             command.make_context("dsjax", path)
         except Exception as error:
-            if not hasattr(
-                error, "format_message"
-            ):  # what click raises for a wrong command line, typer's copy of it too
+            if not hasattr(error, "format_message"):  # which errors of click have, and of typer's copy of it
                 raise
             pytest.fail(f"dsjax {shlex.join(words)}: {error.format_message()}")
 
 
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_meshes_of_commands_fit_the_model(page):
+    text = TEXTS[page].replace("\\\n", " ")
+    for command, rest in COMMAND.findall(text):
+        shown = re.split(r"#|;| \| ", rest)[0]
+        model = re.search(r"--model (\S+)", shown)
+        folder = ROOT / "configs" / "models" / (model[1] if model else "demo")
+        if command not in ("serve", "generate", "dryrun", "dynamo", "bench step") or not folder.exists():
+            continue
+        redundant = re.search(r"--redundant-experts (\d+)", shown)
+        for spec in re.findall(r"--(?:prefill-|decode-)?mesh ([^\s…]+)", shown):
+            mesh, copies = MeshSpec.parse(spec), int(redundant[1]) if redundant else 0
+            check_layout(load_config(folder), mesh.stage, copies, "bf16")
+
+
 DEPLOYED = [ROOT / "README.md", ROOT / "deploy" / "README.md", ROOT / "docs" / "deployments.md"]
-PLANS = sorted(
-    {
-        tuple(words)
-        for page in DEPLOYED
-        for words in shown_commands(page.read_text(encoding="utf-8"))
-        if words[0] == "plan"
-    }
-)
+SHOWN = {tuple(words) for page in DEPLOYED for words in shown_commands(TEXTS[page])}
+PLANS = sorted(words for words in SHOWN if words[0] == "plan")
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from dsjax.errors import UserError
 from dsjax.model.mla_costs import mla_cost
 from dsjax.model.parameter_table import parameter_table
 from sharding import MeshError
-from sharding.dispatch import DispatchConfig, dispatch_collectives
+from sharding.dispatch import DispatchConfig, Method, dispatch_collectives
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 MOST_LINES = {"half_absorbed_form": 80, "hash_router": 40, "kept_pages": 120, "ring_dispatch": 80}
@@ -58,6 +58,17 @@ def test_a_dispatch_method_of_ones_own_gives_the_sums_of_one_device(layout, by_c
     kinds = {one.kind for one in dispatch_collectives(spec, config, **shape)}
     pooled = {"all_gather", "all_to_all" if by_choice else "reduce_scatter"} if spec.expert_width_shards > 1 else set()
     assert kinds == {"collective_permute"} | pooled
+
+
+def test_a_dispatch_method_with_a_member_that_nothing_calls_or_without_a_needed_one_is_refused():
+    ring = example("ring_dispatch").Ring
+    own = {name: vars(ring)[name] for name in ("name", "of", "prepare", "add", "collectives")}
+    old = type("Old", (Method,), own | {"there": ring.send, "back": ring.answer, "_own": 1})
+    needed = "name, of, collectives, prepare, compute, add, optionally .*dispatch_stages, combine_stages"
+    with pytest.raises(MeshError, match=f"method Old lacks compute and has back, there; expected {needed}"):
+        DispatchConfig(method=old)
+    with pytest.raises(MeshError, match="a class that inherits sharding"):
+        DispatchConfig(method=type("Other", (), {"keeps_choices": False}))
 
 
 def hashed(tokens):
@@ -128,20 +139,16 @@ def test_a_form_of_ones_own_gives_the_logits_of_the_plain_forward_pass(layout):
 
 def test_its_costs_lie_between_those_of_expanded_and_of_absorbed_attention():
     own, config = example("half_absorbed_form").HalfAbsorbed(), load_config("deepseek-v3")
-    expanded, half, absorbed = (
-        mla_cost(config, form, rows=1, chunk=1, context=4096) for form in ("CC", own, "A_CC_ME")
-    )
+    sizes = {"rows": 1, "chunk": 1, "context": 4096}
+    expanded, half, absorbed = (mla_cost(config, form, **sizes) for form in ("CC", own, "A_CC_ME"))
     assert expanded.attention_flops < half.attention_flops < absorbed.attention_flops
     assert expanded.expansion_flops == 2 * half.expansion_flops, "W^UK and W^UV are as wide as one another"
     assert expanded.flops > half.flops > absorbed.flops
 
 
-@pytest.mark.parametrize("wrong", [int, "ring"])
-def test_what_is_no_method_is_refused_with_what_a_method_is(wrong):
-    with pytest.raises(MeshError, match=r"expected one of .* or a class that inherits sharding\.dispatch\.Method"):
-        DispatchConfig(method=wrong)
-
-
-def test_what_is_no_router_is_refused_with_what_a_router_is():
+def test_what_is_no_method_or_no_router_is_refused_with_what_one_is():
+    for wrong in (int, "ring"):
+        with pytest.raises(MeshError, match=r"expected one of .* or a class that inherits sharding\.dispatch\.Method"):
+            DispatchConfig(method=wrong)
     with pytest.raises(UserError, match=r"router is int; expected a class that inherits .*\.ExpertRouter"):
         Model("dp=1", ModelConfig.from_dict(TINY), router=int)

@@ -43,22 +43,19 @@ def test_a_modules_tests_are_those_of_its_name_and_those_that_name_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("target", "name", "value", "kept"),
+    ("change", "kept"),
     [
-        (time, "monotonic", time.monotonic, True),
-        (rank, "Rank", rank.Rank, True),
-        (sums, "tree_sum", None, False),
-        (ModelStep, "lower", None, False),
-        ("dsjax.model.step.ModelStep.hidden", None, None, False),
+        ((time, "monotonic", time.monotonic), True),
+        ((rank, "Rank", rank.Rank), True),
+        ((sums, "tree_sum", None), False),
+        ((ModelStep, "lower", None), False),
+        (("dsjax.model.step.ModelStep.hidden", None), False),
     ],
     ids=str,
 )
-def test_only_a_change_of_traced_code_turns_the_folder_of_programs_off(monkeypatch, target, name, value, kept):
+def test_only_a_change_of_traced_code_turns_the_folder_of_programs_off(monkeypatch, change, kept):
     before = ProgramFolder.read
-    if isinstance(target, str):
-        monkeypatch.setattr(target, value)
-    else:
-        monkeypatch.setattr(target, name, value, raising=False)
+    monkeypatch.setattr(*change, raising=False)
     assert (ProgramFolder.read is before) == kept
 
 
@@ -73,12 +70,10 @@ def test_every_name_is_defined_somewhere():
     options = ["--isolated", "--select=F821", "--output-format=json", "--exit-zero"]
     ruff = [sys.executable, "-m", "ruff", "check", *options, "dsjax", "sharding", "tools", "tests"]
     ran = subprocess.run(ruff, cwd=ROOT, capture_output=True, text=True, check=True)
-    lines = {}
     undefined = []
     for one in json.loads(ran.stdout):
         path, row, column = one["filename"], one["location"]["row"], one["location"]["column"]
-        line = lines.setdefault(path, Path(path).read_text().splitlines())[row - 1]
-        if line[: column - 1].count('"') % 2 == 0:
+        if Path(path).read_text().splitlines()[row - 1][: column - 1].count('"') % 2 == 0:
             undefined.append(f"{path}:{row}: {one['message']}")
     assert undefined == []
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from goldens.our_model import expected_shapes
 from goldens.random_weights import RandomWeights
+from layouts import write_model
 
-from dsjax.checkpoint.safetensors import TensorSpec, write_file
 from dsjax.config import ModelConfig
 from dsjax.config.deepseek_v4 import KINDS
 
@@ -61,9 +61,7 @@ def guessing(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[str, n
     """
     module = f"model.layers.{config.num_hidden_layers}."
     small = ("o_b_proj.weight", "w2.weight", "shared_experts.down_proj.weight", "h_proj.weight")
-    changed = {
-        name: values * np.float32(1 / 128) if name.endswith(small) else values for name, values in tensors.items()
-    }
+    changed = tensors | {name: tensors[name] * np.float32(1 / 128) for name in tensors if name.endswith(small)}
     changed[f"{module}e_proj.weight"] = np.eye(config.hidden_size, dtype=np.float32)
     changed[f"{module}enorm.weight"] = np.ones(config.hidden_size, np.float32)
     changed[f"{module}shared_head.norm.weight"] = tensors["model.norm.weight"]
@@ -80,9 +78,6 @@ def write_v4_checkpoint(directory: Path, layers: str, **changes) -> Path:
     tensors = v4_tensors(config)
     if config.num_nextn_predict_layers:
         tensors = guessing(config, tensors)
-    specs = {name: TensorSpec(values.dtype, values.shape) for name, values in tensors.items()}
-    write_file(directory / "model.safetensors", specs, tensors.__getitem__)
-    (directory / "config.json").write_text(json.dumps(config.to_dict()))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo / name, directory / name)
-    return directory
+    return write_model(directory, config.to_dict(), tensors)

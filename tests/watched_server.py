@@ -23,14 +23,8 @@ from dsjax.serve.page.routes import create_page_routes
 from dsjax.serve.routes.status import create_metrics_routes, load_bodies
 
 HOST_SECONDS = {"plan": 0.001, "launch": 0.002, "device": 0.006, "enter": 0.001}
-INFO = {
-    "model": "tiny",
-    "mesh": "dp=4",
-    "num_devices": 4,
-    "device_kind": "cpu",
-    "dp_ranks": 4,
-    "physical_experts_per_device": 2,
-}
+_DEVICES = {"num_devices": 4, "device_kind": "cpu", "dp_ranks": 4, "physical_experts_per_device": 2}
+INFO = {"model": "tiny", "mesh": "dp=4", **_DEVICES}
 
 
 def load(rank: int, running: int = 0, waiting: int = 0, used: int = 0, cached: int = 0, usable: int = 100) -> RankLoad:
@@ -40,29 +34,15 @@ def load(rank: int, running: int = 0, waiting: int = 0, used: int = 0, cached: i
 
 def step(ranks: list[RankLoad], *, decode: int = 0, prompt: int = 0, padding: int = 0, **others) -> StepStats:
     """A step of 10 ms."""
-    counts = {"num_preemptions": 0, **others}
-    counts.setdefault("compilations_after_warm_up", 0)
+    tokens = {"num_decode_tokens": decode, "num_prompt_tokens": prompt, "num_padding_tokens": padding}
+    counts = {"num_preemptions": 0, "compilations_after_warm_up": 0} | tokens | others
     parts = {name: counts.pop(name) for name in ("balance", "disk", "draft_choice", "transfers") if name in counts}
-    return StepStats(
-        time=0.0,
-        duration=0.01,
-        host_seconds=HOST_SECONDS,
-        num_decode_tokens=decode,
-        num_prompt_tokens=prompt,
-        num_padding_tokens=padding,
-        ranks=ranks,
-        parts=parts,
-        **counts,
-    )
+    return StepStats(time=0.0, duration=0.01, host_seconds=HOST_SECONDS, ranks=ranks, parts=parts, **counts)
 
 
-def request(
-    id_: str, *, rank: int = 0, prompt: int = 8, arrival: float = 0.0, scheduled: float | None = 0.0, **options
-):
+def request(id_: str, *, rank=0, prompt=8, arrival=0.0, scheduled: float | None = 0.0, cached=0) -> EngineRequest:
     made = EngineRequest(id_, [1] * prompt, prompt, SamplingParams(), 16, 0, arrival_time=arrival)
-    made.rank, made.first_scheduled_time = rank, scheduled
-    made.num_cached_tokens = options.pop("cached", 0)
-    assert not options
+    made.rank, made.first_scheduled_time, made.num_cached_tokens = rank, scheduled, cached
     return made
 
 
@@ -73,15 +53,10 @@ def token(of: EngineRequest, reason: FinishReason | None = None, *, finite: bool
 
 def experts(tokens: list[list[int]]) -> ExpertCounts:
     """Counts of `tokens[layer][physical expert]`."""
-    return ExpertCounts(
-        tokens_per_expert=np.array(tokens),
-        rows_sent=np.array([5, 6, 7, 8]),
-        rounds=2,
-        dispatch_bytes=4096,
-        padding_share=0.25,
-        logical_load=np.array(tokens),
-        physical_to_logical=np.tile(np.arange(len(tokens[0])), (len(tokens), 1)),
-    )
+    counts = np.array(tokens)
+    dispatch = {"rows_sent": np.array([5, 6, 7, 8]), "rounds": 2, "dispatch_bytes": 4096, "padding_share": 0.25}
+    places = np.tile(np.arange(counts.shape[1]), (len(counts), 1))
+    return ExpertCounts(tokens_per_expert=counts, logical_load=counts, physical_to_logical=places, **dispatch)
 
 
 class NoEngine:

@@ -41,6 +41,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 KINDS, VARIANTS = ("dsjax", "transformers", "llama.cpp"), {"speculative", "synchronous", "http"}
+UNSAID = dict.fromkeys(("processor", "server_processor", "since_start"), float("nan")) | {"drafts": []}
+"""Values of what an older checkout does not report."""
 
 
 def main() -> None:
@@ -48,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "systems",
-        nargs="*",
+        nargs="+",
         help="dsjax[+speculative][+synchronous][+http]:MESH, transformers:EXPERTS (eager, batched_mm, grouped_mm) or llama.cpp:FILE",
     )
     parser.add_argument("--model", default=str(ROOT / "configs" / "models" / "demo"))
@@ -76,21 +78,13 @@ def main() -> None:
                 f"no such system: {system}; expected dsjax[+speculative][+synchronous][+http]:MESH, transformers:EXPERTS "
                 "or llama.cpp:FILE"
             )
-    if not args.systems:
-        parser.error("name at least one system, for example: transformers:grouped_mm dsjax:dp=1")
     compare(args)
 
 
 def compare(args: argparse.Namespace) -> None:
     """Start a worker for each system, let them take turns, and print the table."""
     workers: dict[str, subprocess.Popen] = {}
-    started: dict[str, float] = {}
-    seconds: dict[str, list[float]] = {system: [] for system in args.systems}
-    processor: dict[str, list[float]] = {system: [] for system in args.systems}
-    start_processor: dict[str, float] = {}
-    served: dict[str, list[float]] = {system: [] for system in args.systems}
-    produced: dict[str, list] = {}
-    drafts: dict[str, list[int]] = {}
+    answers: dict[str, list[dict]] = {system: [] for system in args.systems}
     try:
         for round_number in range(args.rounds + 1):
             for system in args.systems:
@@ -101,47 +95,37 @@ def compare(args: argparse.Namespace) -> None:
                 line = worker.stdout.readline()
                 if not line:
                     sys.exit(f"{system} ended with code {worker.wait()}; its message is above")
-                answer = json.loads(line)
-                produced[system] = answer["tokens"]
-                drafts[system] = answer.get("drafts") or []
-                if round_number:
-                    seconds[system].append(answer["seconds"])
-                    processor[system].append(answer.get("processor", float("nan")))  # an older checkout says none
-                    served[system].append(answer.get("server_processor", float("nan")))
-                else:
-                    started[system] = time.perf_counter() - began
-                    start_processor[system] = answer.get("since_start", float("nan"))
-            print(
-                f"round {round_number} of {args.rounds}" + (" (warm-up)" if not round_number else ""), file=sys.stderr
-            )
+                answers[system].append(UNSAID | json.loads(line) | {"waited": time.perf_counter() - began})
+            print(f"round {round_number} of {args.rounds}{'' if round_number else ' (warm-up)'}", file=sys.stderr)
     finally:
         for worker in workers.values():
             _end(worker)
-    total = args.prompts * args.new_tokens
-    first = statistics.median(seconds[args.systems[0]])
-    rows = []
+    total, rows = args.prompts * args.new_tokens, []
     print(
         f"{'system':32} {'tokens/s':>10} {'best':>10} {'ratio':>7} {'processor s':>12} {'ratio':>7} {'start s':>8}  same tokens"
     )
-    for system, times in seconds.items():
-        median = statistics.median(times)
-        pair = produced[system], produced[args.systems[0]]
+    for system, (warm_up, *rounds) in answers.items():
+        names = "seconds", "processor", "server_processor"
+        seconds, processor, served = ([one[name] for one in rounds] for name in names)
+        median, least = statistics.median(seconds), min(processor)
+        if not rows:
+            first, first_least, first_tokens = median, least, rounds[-1]["tokens"]
+        pair = rounds[-1]["tokens"], first_tokens
         same = f"{statistics.fmean(a == b for a, b in zip(*pair, strict=True)):.0%}" if None not in pair else "–"
-        least, of_first = min(processor[system]), min(processor[args.systems[0]])
-        found = {"seconds": times, "processor_seconds": processor[system], "tokens_per_second": total / median}
-        found |= {"server_processor_seconds": served[system], "start_seconds": started[system]}
-        found["start_processor_seconds"] = start_processor[system]
-        rows.append({"system": system, **found, "ratio": first / median, "processor_ratio": of_first / least})
+        found = {"seconds": seconds, "processor_seconds": processor, "tokens_per_second": total / median}
+        found |= {"server_processor_seconds": served, "start_seconds": warm_up["waited"]}
+        found["start_processor_seconds"] = warm_up["since_start"]
+        rows.append({"system": system, **found, "ratio": first / median, "processor_ratio": first_least / least})
         print(
-            f"{system:32} {total / median:10.0f} {total / min(times):10.0f} {first / median:7.2f} {least:12.2f} "
-            f"{of_first / least:7.2f} {started[system]:8.1f}  {same}"
+            f"{system:32} {total / median:10.0f} {total / min(seconds):10.0f} {first / median:7.2f} {least:12.2f} "
+            f"{first_least / least:7.2f} {warm_up['waited']:8.1f}  {same}"
         )
-        if min(served[system]) > 0:
-            of_client = min(both - server for both, server in zip(processor[system], served[system], strict=True))
-            each = f"server {min(served[system]) / total * 1e6:.0f} µs a token, client {of_client / total * 1e6:.0f}"
-            print(f"{'':32} processor time: start {start_processor[system]:.1f} s, {each}")
-        if drafts[system]:
-            rows_with, *accepted = drafts[system]
+        if min(served) > 0:
+            of_client = min(both - server for both, server in zip(processor, served, strict=True))
+            each = f"server {min(served) / total * 1e6:.0f} µs a token, client {of_client / total * 1e6:.0f}"
+            print(f"{'':32} processor time: start {warm_up['since_start']:.1f} s, {each}")
+        if drafts := rounds[-1]["drafts"]:
+            rows_with, *accepted = drafts
             shares = ", ".join(f"{count / rows_with:.1%}" for count in accepted)
             print(f"{'':32} accepted by position: {shares}; {1 + sum(accepted) / rows_with:.2f} tokens a row and step")
     if args.json:
@@ -151,16 +135,10 @@ def compare(args: argparse.Namespace) -> None:
 def _start(args: argparse.Namespace, system: str) -> subprocess.Popen:
     interpreters = {"transformers": args.torch_python, "llama.cpp": args.llama_python}
     python = interpreters.get(system.partition(":")[0], sys.executable)
-    sizes = [
-        f"--{name.replace('_', '-')}={getattr(args, name)}"
-        for name in ("model", "prompts", "prompt_tokens", "new_tokens", "drafts", "threads")
-    ]
-    options = [f"--option={option}" for option in args.option] + ["--held-out"] * args.held_out
     system, _, checkout = system.partition("@") if system.startswith("dsjax") else (system, "", "")
     script = Path(checkout) / "tools" / Path(__file__).name if checkout else __file__
-    # An older checkout need not know what is said of drafts; each reads its own code, wherever dsjax is installed from.
-    sizes = [size for size in sizes if not (checkout and size.startswith("--drafts"))]
-    command = [python, str(script), "--worker", system, *sizes, *options]
+    # Each reads its own code, wherever dsjax is installed from.
+    command = [python, str(script), *sys.argv[1:], "--worker", system, "--model", args.model]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

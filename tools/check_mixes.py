@@ -36,7 +36,12 @@ from quick_compilation import QUICK_COMPILATION, SERVING_FLAG, keep_programs
 
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILATION))
 
+from layouts import MODELS, write_checkpoint
+from mixes import Alone, differences, draw_batch, draw_engine, play, reads_an_answer
+
 from dsjax.cli.exact import parse_slice
+from dsjax.errors import UserError
+from sharding import MeshError
 from sharding.emulation import emulate_devices
 
 PRINTED = 3
@@ -49,18 +54,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="of all that is drawn; default: another in each run")
     parser.add_argument("--minutes", type=float, default=15.0, help="after which no further engine is begun")
     parser.add_argument("--engines", type=int, default=None, help="most engines; default: as many as the time allows")
-    parser.add_argument(
-        "--slice", type=parse_slice, default="1/1", metavar="K/N", help="each N-th engine from the K-th on"
-    )
+    parser.add_argument("--slice", type=parse_slice, default="1/1", metavar="K/N", help="each N-th engine, from K on")
     parser.add_argument("--batches", type=int, default=8, help="of each engine")
     parser.add_argument(SERVING_FLAG, action="store_true", help="compile as dsjax serve does, instead of quickly")
     args = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     emulate_devices(32)
     keep_programs("check-mixes-")
-    from layouts import MODELS, write_checkpoint
-    from mixes import Alone
-
     print(f"seed {seed}", flush=True)
     counts, began = Counter(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="check-mixes-") as folder:
@@ -85,13 +85,8 @@ def main() -> int:
     return 0 if counts["equal"] == counts["mixes"] > 0 else 1
 
 
-def check(seed: int, number: int, batches: int, directories: dict[str, Path], alone) -> Counter:
+def check(seed: int, number: int, batches: int, directories: dict[str, Path], alone: Alone) -> Counter:
     """Run the batches of one engine, print what came of them, and count it."""
-    from mixes import differences, draw_batch, draw_engine, play, reads_an_answer
-
-    from dsjax.errors import UserError
-    from sharding import MeshError
-
     rng, counts, began = random.Random(f"{seed} {number}"), Counter(), time.monotonic()
     while True:
         try:

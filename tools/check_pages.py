@@ -35,7 +35,12 @@ from quick_compilation import QUICK_COMPILATION
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILATION))
 
 import numpy as np
+from layouts import MODELS, TINY, write_checkpoint
 
+from dsjax import LLM, SamplingParams
+from dsjax.cli.exact import MESHES, parse_slice
+from dsjax.engine.device.buckets import Buckets, Rectangle
+from dsjax.engine.schedule.request import RequestOptions
 from sharding.emulation import emulate_devices
 from sharding.mesh import MeshSpec
 from tools.labs.servers import SideProcess
@@ -53,10 +58,6 @@ ABORTED = "aborted"
 
 def draw_requests():
     """(prompt, parameters)."""
-    from layouts import TINY
-
-    from dsjax import SamplingParams
-
     rng = np.random.default_rng(11)
     tokens = lambda count: rng.integers(2, TINY["vocab_size"], count).tolist()  # noqa: E731
     heads, found = [tokens(n) for n in (21, 32, 47)], []
@@ -69,8 +70,6 @@ def draw_requests():
 
 def few_programs(executor) -> None:
     """Three of them instead of a dozen: this is about pages, not buckets."""
-    from dsjax.engine.device.buckets import Buckets, Rectangle
-
     speculation = executor.buckets.speculation
     executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=False, speculation=speculation)
 
@@ -79,8 +78,6 @@ def play(llm, requests, order, prefill=lambda tokens: None) -> list[list[tuple[i
     """Tokens of each request with their log-probabilities. They run on the first and the last DP rank, so that the caches are short of
     room on any mesh.
     """
-    from dsjax.engine.schedule.request import RequestOptions
-
     found, ranks = {}, (0, llm.parts.num_ranks - 1)
     for place in order:
         tokens, params = requests[place]
@@ -97,8 +94,6 @@ def play(llm, requests, order, prefill=lambda tokens: None) -> list[list[tuple[i
 
 def through_tiers(directory: str, layout: str, requests, folder: str, page_bytes: int, options):
     """What each round gave, and what has come from where, and whether that is enough."""
-    from dsjax import LLM
-
     ranks = MeshSpec.parse(layout).dp_size
     pages = sum(len(tokens) + NEW_TOKENS for tokens, _ in requests) // SIZES["page_size"] // min(2, ranks)
     room = max(1, round(HOST_SHARE * pages)) * ranks * page_bytes
@@ -121,8 +116,6 @@ def through_tiers(directory: str, layout: str, requests, folder: str, page_bytes
 
 def twice_apart(llm, requests, prefill=lambda tokens: None):
     """What both rounds gave, with an aborted request and empty caches between; what was transferred, and whether it was all."""
-    from dsjax.engine.schedule.request import RequestOptions
-
     try:
         forward = range(len(requests))
         first = play(llm, requests, forward, prefill)
@@ -143,8 +136,6 @@ def twice_apart(llm, requests, prefill=lambda tokens: None):
 
 def separated(directory: str, layout: str, requests, other: str):
     """As `through_tiers`."""
-    from dsjax import LLM
-
     llm = LLM(directory, decode_mesh=layout, prefill_mesh=other, **APART, **SIZES, **OPTIONS)
     few_programs(llm.executor)
     [prefill] = llm.parts.prefill_engines
@@ -154,8 +145,6 @@ def separated(directory: str, layout: str, requests, other: str):
 
 def between_processes(directory: str, layout: str, requests, other: str):
     """As `through_tiers`."""
-    from dsjax import LLM
-
     own = {"model": directory, "transfer_host": "127.0.0.1", **APART, **SIZES, **OPTIONS}
     prefill = SideProcess(*QUICK_COMPILATION, mesh=other, disaggregation_mode="prefill", **own)
     try:
@@ -169,10 +158,6 @@ def between_processes(directory: str, layout: str, requests, other: str):
 
 def main() -> int:
     """Run the sweep, and print what each run found."""
-    from layouts import MODELS
-
-    from dsjax.cli.exact import MESHES, parse_slice
-
     layouts = [mesh for mesh in MESHES if "+" not in mesh]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"meshes; default: {' '.join(layouts)}")
@@ -180,19 +165,13 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="that pages travel; default: all three")
     parser.add_argument("--speculative", action="store_true", help="tiers: with drafts of the MTP module")
     parser.add_argument("--kv-cache-dtype", default="auto", help="tiers: as of dsjax serve, of one device too")
-    parser.add_argument(
-        "--slice", type=parse_slice, default="1/1", metavar="K/N", help="each N-th run from the K-th on"
-    )
+    parser.add_argument("--slice", type=parse_slice, default="1/1", metavar="K/N", help="each N-th run, from K on")
     args = parser.parse_args()
     chosen = args.layouts or layouts
     one_part = [layout for layout in layouts if MeshSpec.parse(layout).pp_size == 1]
     opposite = dict(zip(one_part, one_part[::-1], strict=True))
     sizes = {layout: MeshSpec.parse(layout).num_devices for layout in (*one_part, *chosen)}
     emulate_devices(max(sizes[layout] + sizes[opposite.get(layout, "tp=8")] for layout in chosen))
-    from layouts import write_checkpoint
-
-    from dsjax import LLM
-
     # A mesh with stages has a part of each page at each of them, and hands none over.
     runs = [
         (way, layout) for way in args.ways for layout in chosen if way == "tiers" or MeshSpec.parse(layout).pp_size == 1

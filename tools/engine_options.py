@@ -48,21 +48,14 @@ def strings(node: ast.AST) -> list[str]:
     return [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
 
 
-def is_private(name: str) -> bool:
-    return name.startswith("_") or name == "model_config"
-
-
 def fields(tree: ast.Module, name: str) -> Iterator[tuple[str, ast.AnnAssign]]:
-    """The annotated fields of a class, in its order."""
+    """The annotated fields of a class, in its order, but for private ones and pydantic's `model_config`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.name == name:
             for line in node.body:
-                if (
-                    isinstance(line, ast.AnnAssign)
-                    and isinstance(line.target, ast.Name)
-                    and not is_private(line.target.id)
-                ):
-                    yield line.target.id, line
+                match line:
+                    case ast.AnnAssign(target=ast.Name(id=field)) if field[0] != "_" and field != "model_config":
+                        yield field, line
 
 
 def calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:
@@ -191,11 +184,8 @@ READERS = {"vllm": vllm, "sglang": sglang, "tensorrt-llm": tensorrt_llm}
 
 def text(engine: str, version: str, found: dict) -> str:
     """JSON with one option, object or variable a line."""
-    about = {
-        "engine": engine,
-        "version": version,
-        "made_by": f"python tools/engine_options.py {engine} FOLDER {version}",
-    }
+    command = f"python tools/engine_options.py {engine} FOLDER {version}"
+    about = {"engine": engine, "version": version, "made_by": command}
     blocks = [f'"{name}": {json.dumps(value)}' for name, value in about.items()]
     for name in ("options", "objects"):
         rows = ",\n".join(f"    {json.dumps(key)}: {json.dumps(found[name][key])}" for key in sorted(found[name]))
@@ -212,9 +202,7 @@ if __name__ == "__main__":
     parser.add_argument("engine", choices=READERS)
     parser.add_argument("folder", type=Path, help="what holds the engine's package")
     parser.add_argument("version", help="of the engine, to be written beside its options")
-    parser.add_argument(
-        "--environment-from", nargs="*", help="commits of files with variables, to be written beside them"
-    )
+    parser.add_argument("--environment-from", nargs="*", help="commits of the files with variables")
     given = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     found = READERS[given.engine](given.folder) | {"environment_from": given.environment_from}

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -273,10 +274,8 @@ def main() -> int:
     parser.add_argument("--api-key", help="where the server wants one; the admin's to reach its endpoints too")
     parser.add_argument("--seed", type=int, default=0, help="of the requests")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds after which a request counts as hanging")
-    parser.add_argument(
-        "--changing", action="store_true", help="the mesh is changed meanwhile, and others use the server too"
-    )
-    parser.add_argument("--json", help="file for the findings; - for standard output")
+    parser.add_argument("--changing", action="store_true", help="the mesh changes, and others use the server too")
+    parser.add_argument("--json", type=Path, help="file for the findings, which are printed too")
     args = parser.parse_args()
     begun = time.monotonic()
     findings = fuzz(
@@ -292,9 +291,8 @@ def main() -> int:
         "wrong": findings.wrong,
     }
     text = json.dumps(summary, indent=2, ensure_ascii=False)
-    if args.json and args.json != "-":
-        with open(args.json, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
+    if args.json:
+        args.json.write_text(text + "\n", encoding="utf-8")
     print(text)
     return 1 if findings.wrong else 0
 

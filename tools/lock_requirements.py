@@ -3,7 +3,7 @@
     pip install uv
     python tools/lock_requirements.py [VARIANT …]            # resolve again, through PyPI
     python tools/lock_requirements.py --check                # offline: pyproject.toml is satisfied by every file; exits with 1 where not
-    python tools/lock_requirements.py --audit                # ask PyPI for known vulnerabilities of every locked package, with pip-audit
+    pip-audit --strict --require-hashes --disable-pip -r deploy/requirements-cpu.txt      # ask PyPI for known vulnerabilities
 
 `deploy/Dockerfile` installs a file whole, without resolving: `pip install --no-deps --require-hashes`. A file holds for Python 3.12 on
 every platform; lines that one platform alone needs carry a marker. `--upgrade` takes newer versions; without it, versions stay where they
@@ -11,13 +11,11 @@ fit.
 """
 
 import argparse
-import json
 import re
 import subprocess
 import sys
 import tempfile
 import tomllib
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,35 +130,15 @@ def write(variant: str, *options: str) -> None:
     lock_file(variant).write_text(head + text, encoding="utf-8")
 
 
-def can_ask() -> bool:
-    """Say whether PyPI answers with what is known of a package."""
-    try:
-        with urllib.request.urlopen("https://pypi.org/pypi/pip/25.0/json", timeout=30) as answer:
-            return "vulnerabilities" in json.load(answer)
-    except (OSError, ValueError):
-        return False
-
-
-def audit(variant: str) -> int:
-    """Ask PyPI of every locked package; pip-audit's exit code: 0 where nothing is known."""
-    options = ["--strict", "--require-hashes", "--disable-pip", "--progress-spinner=off"]
-    command = [sys.executable, "-m", "pip_audit", *options]
-    return subprocess.run([*command, "--requirement", str(lock_file(variant))]).returncode
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("variants", nargs="*", metavar="VARIANT", help=f"which (default: {', '.join(FILES)})")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", action="store_true", help="compare the files with pyproject.toml, offline")
-    mode.add_argument("--audit", action="store_true", help="ask for known vulnerabilities")
-    mode.add_argument("--reachable", action="store_true", help="exit with 0 where --audit can ask PyPI")
     mode.add_argument("--upgrade", action="store_true", help="take the newest versions that fit")
     args = parser.parse_args()
     if unknown := [name for name in args.variants if name not in FILES]:
         parser.error(f"no variant {', '.join(map(repr, unknown))}; expected some of {', '.join(FILES)}")
-    if args.reachable:
-        sys.exit(not can_ask())
     failed = 0
     for variant in args.variants or FILES:
         if args.check:
@@ -169,8 +147,6 @@ if __name__ == "__main__":
             for line in lines:
                 print(f"{path.relative_to(ROOT)}: {line}; run python tools/lock_requirements.py {variant}")
             failed |= bool(lines)
-        elif args.audit:
-            failed |= audit(variant) != 0
         else:
             print(variant, flush=True)
             write(variant, *(["--upgrade"] if args.upgrade else []))

@@ -135,11 +135,10 @@ class Score:
 
     def cells(self) -> str:
         """The cells of a Markdown table."""
-        return f"{self.count} | {self.error:.1%} | {self.bias:+.1%} | {self.intervals()}"
-
-    def intervals(self) -> str:
-        """The cells of the intervals."""
-        return "– | – | –" if math.isnan(self.score) else f"{self.inside:.0%} | {self.width:.2f} | {self.score:.2f}"
+        intervals = f"{self.inside:.0%} | {self.width:.2f} | {self.score:.2f}"
+        if math.isnan(self.score):
+            intervals = "– | – | –"
+        return f"{self.count} | {self.error:.1%} | {self.bias:+.1%} | {intervals}"
 
 
 def groups(blind: Sequence[Blind]) -> dict[str, Callable[[Blind], bool]]:

@@ -39,9 +39,7 @@ def table(before: Counter[str], after: Counter[str]) -> list[str]:
     rows = []
     for room in sorted(before | after):
         was, now = before[room], after[room]
-        if now or was:
-            if room.startswith("dsjax/engine/") and was == now:
-                continue
+        if was != now or not room.startswith("dsjax/engine/"):
             rows.append(f"{room:28s} {was:8,} {now:8,} {now - was:+8,}")
     return rows
 

@@ -34,18 +34,15 @@ def files_of(module: Path, root: Path = ROOT) -> list[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE", help="a module of dsjax or sharding, or a test file"
-    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a module or a test file")
     paths = []
     for file in parser.parse_args().files:
         file = file.resolve().relative_to(ROOT)
         if file.parts[0] == "tests":
             paths.append(file)
         else:
-            paths += files_of(file) or [
-                next(folder for folder in Path("tests", file).parents if (ROOT / folder).is_dir())
-            ]
+            mirrored = (folder for folder in Path("tests", file).parents if (ROOT / folder).is_dir())
+            paths += files_of(file) or [next(mirrored)]
     print(*dict.fromkeys(paths), sep="\n")
 
 

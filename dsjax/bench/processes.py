@@ -30,15 +30,12 @@ def alone(what: str, value: Any) -> list[Any]:
 
 @dataclass
 class Results:
-    """The timed rows, and the skipped cases, each with its reason.
-
-    interrupted: Ctrl-C ended the run. failure: the error of another process, or of the connection to it, that ended the run.
-    """
+    """The timed rows, and the skipped cases, each with its reason."""
 
     rows: list[Any] = field(default_factory=list)
     skipped: list[tuple[Any, str]] = field(default_factory=list)
-    interrupted: bool = False
-    failure: Exception | None = None
+    interrupted: bool = False  # Ctrl-C ended the run
+    failure: Exception | None = None  # the error of another process, or of the connection to it, that ended the run
 
     @property
     def partial(self) -> bool:

@@ -61,7 +61,7 @@ class SoakOptions(Checked):
         return BenchRequest(rng.integers(16, self.vocab_size, prompt).tolist(), prompt, output)
 
 
-@options_of(lambda kind: None, options=SoakOptions)
+@options_of(title=lambda kind: None, options=SoakOptions)
 def soak(options: SoakOptions) -> None:
     """Load a dsjax server, disconnect or abort some of the requests, and check the server's state afterwards.
 
@@ -72,20 +72,20 @@ def soak(options: SoakOptions) -> None:
         from dsjax.bench.serve.client import run
     except ImportError as error:
         raise UserError("dsjax bench soak needs aiohttp, which is not installed: pip install 'dsjax[bench]'") from error
-    found = run(measure(options))
+    body = run(measure(options))
     console = report_console(stderr=options.json_file == "-")
     rows = [
-        ("holds" if one["holds"] else "FAILS", one["claim"], str(one["found"]), str(one["expected"]))
-        for one in found["claims"]
+        ("holds" if claim["holds"] else "FAILS", claim["claim"], str(claim["found"]), str(claim["expected"]))
+        for claim in body["claims"]
     ]
     console.print(table(None, ("<<", "<<claim", "<<found", "<<expected"), rows))
     named = ("completed", "disconnected", "aborted", "output_tokens")
-    shown = [f"{found[name]:,} {name.replace('_', ' ')}" for name in named]
-    shown += [f"ITL {value:.1f} ms ({name})" for name, value in found["itl_ms"].items()]
+    shown = [f"{body[name]:,} {name.replace('_', ' ')}" for name in named]
+    shown += [f"ITL {value:.1f} ms ({name})" for name, value in body["itl_ms"].items()]
     console.print(", ".join(shown), highlight=False)
     if options.json_file:
-        write_json(options.json_file, found)
-    if not all(one["holds"] for one in found["claims"]):
+        write_json(options.json_file, body)
+    if not all(claim["holds"] for claim in body["claims"]):
         raise typer.Exit(1)
 
 
@@ -117,7 +117,8 @@ class Soak:
 
     def __init__(self, options: SoakOptions, http: aiohttp.ClientSession, url: str, client: Client, length: int):
         self._options, self._http, self._url, self._client, self._length = options, http, url, client, length
-        self._ids, self.outcome = itertools.count(), Outcome()
+        self._ids = itertools.count()
+        self.outcome = Outcome()
 
     async def run(self) -> None:
         """Run the sessions for `duration`. Requests still in flight then are finished."""
@@ -129,7 +130,8 @@ class Soak:
         options, outcome = self._options, self.outcome
         abort_share = options.abort_share if options.admin_api_key else 0.0
         while time.monotonic() < deadline:
-            request, request_id = options.draw(rng, self._length), f"soak-{next(self._ids)}"
+            request = options.draw(rng, self._length)
+            request_id = f"soak-{next(self._ids)}"
             sending = asyncio.ensure_future(self._client.send(request, headers={"X-Request-ID": request_id}))
             # The moment may fall before the first token, mid-stream, or after the end; in the last case the request just completes.
             moment = rng.exponential(np.mean(outcome.latencies[-200:]) / 2 if outcome.latencies else 1.0)
@@ -196,13 +198,15 @@ def judge(
     options: SoakOptions, outcome: Outcome, watch: ServerWatch, loads: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """Return the measured totals, and each claim with its found and expected values."""
-    from dsjax.bench.accept.watch import OURS
+    from dsjax.bench.accept.watch import COMPILED
 
-    growth = _growth([used for _, _, used in watch.memory])
-    pages, held = sum(load["used_pages"] for load in loads), sum(load["running"] + load["waiting"] for load in loads)
-    compiled = watch.counters[-1].total(OURS) if watch.counters and watch.counters[-1].by(OURS) else None
+    growth = _growth([sample.bytes for sample in watch.memory])
+    pages = sum(load["used_pages"] for load in loads)
+    held = sum(load["running"] + load["waiting"] for load in loads)
+    compiled = watch.counters[-1].total(COMPILED) if watch.counters and watch.counters[-1].by(COMPILED) else None
     itls = np.asarray(outcome.itls or [0.0]) * 1e3
-    p99, bound = float(np.percentile(itls, 99)), options.itl_p99
+    p99 = float(np.percentile(itls, 99))
+    bound = options.itl_p99
     claims = (
         ("no error but those asked for", not outcome.errors, dict(outcome.errors), {}),
         ("requests were completed", outcome.completed > 0, outcome.completed, "> 0"),

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +35,9 @@ SCOPES = ("mla_project", "cache_write", "attend", "mla_output", "router", "exper
 _OTHERS = "norms, residuals, embedding"
 _COLLECTIVE = re.compile(r"all[-_]gather|reduce[-_]scatter|all[-_]to[-_]all|all[-_]reduce|collective")
 _TRACED = 5
-_BLOCK = 1_048_573  # a prime, so that no two pages are equal
+"""Number of steps that the profiler traces."""
+_BLOCK = 1_048_573
+"""Number of random values that `fill` repeats over the cache: a prime, so that no two pages are equal."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class StepOptions(Checked):
     json_file: str | None = option(None, "Also write JSON to this file; - for standard output.", flag="--json")
 
 
-@options_of(lambda kind: None, args=EngineArgs, options=StepOptions)
+@options_of(title=lambda kind: None, args=EngineArgs, options=StepOptions)
 def step(args: EngineArgs, options: StepOptions) -> None:
     """Time the engine's decode step, and show the time of each part of the model, measured with JAX's profiler.
 
@@ -63,20 +66,21 @@ def step(args: EngineArgs, options: StepOptions) -> None:
     from dsjax.engine.device.mesh_executor import MeshExecutor
     from dsjax.llm import LLM
 
-    rows, steps = options.batch_size, options.num_iters_warmup + options.num_iters + _TRACED
-    page = args.page_size_of(load_config(resolve_config(args.model)))
-    pages = -(-(options.input_len + steps + 1) // page)
-    sizes = {"max_num_seqs": rows, "cache_tokens": rows * pages * page}
+    rows = options.batch_size
+    steps = options.num_iters_warmup + options.num_iters + _TRACED
+    page_size = args.page_size_of(load_config(resolve_config(args.model)))
+    pages = -(-(options.input_len + steps + 1) // page_size)
+    sizes = {"max_num_seqs": rows, "cache_tokens": rows * pages * page_size}
     llm = LLM(**dataclasses.asdict(dataclasses.replace(args, **sizes)))
     if type(llm.executor) is not MeshExecutor:
         raise UserError("dsjax bench step times one mesh of one process without stages (pp); give such a --mesh")
     ranks = llm.executor.limits.num_ranks
-    busy = min(options.ranks or ranks, ranks)
-    run, text = decode_step(llm, rows, options.input_len, pages, busy)
-    found = measure(run, options.num_iters_warmup, options.num_iters)
+    busy_ranks = min(options.ranks or ranks, ranks)
+    run, text = decode_step(llm, rows, options.input_len, pages, busy_ranks)
+    times = measure(run, options.num_iters_warmup, options.num_iters)
     parts = part_seconds(trace(run), scopes_of(text))
     llm.shutdown()
-    body = {"mesh": args.mesh, "batch_size": rows, "ranks": busy, "input_len": options.input_len, **found}
+    body = {"mesh": args.mesh, "batch_size": rows, "ranks": busy_ranks, "input_len": options.input_len, **times}
     body["part_seconds"] = parts
     show(body, report_console(stderr=options.json_file == "-"))
     if options.json_file:
@@ -91,38 +95,52 @@ def show(body: dict[str, Any], console: Console) -> None:
         f"threads waited {body['thread_waits']:.0f} times",
         highlight=False,
     )
-    parts, total = body["part_seconds"].items(), sum(body["part_seconds"].values())
-    rows = [(part, f"{seconds * 1e3:.2f}", f"{seconds / total:.1%}") for part, seconds in parts]
+    parts = body["part_seconds"]
+    total = sum(parts.values())
+    rows = [(part, f"{seconds * 1e3:.2f}", f"{seconds / total:.1%}") for part, seconds in parts.items()]
     console.print(table(None, ("<part", "ms", "share"), rows))
 
 
-def decode_step(llm: LLM, rows: int, context: int, pages: int, busy: int) -> tuple[Callable[[], None], str]:
-    """Return a function that runs a decode step of full rows on `busy` ranks, and the program's text. Each step adds a token of context."""
+def decode_step(llm: LLM, rows: int, context: int, pages: int, busy_ranks: int) -> tuple[Callable[[], None], str]:
+    """Return a function that runs a decode step of full rows on `busy_ranks` ranks, and the program's text.
+
+    Each step adds a token of context. pages: of each request, for all steps.
+    """
     from dsjax.engine.contract.commands import Admission, PageChange, RankStep, Sampling, Step, int32s
     from dsjax.engine.device.buckets import Rectangle
 
     executor = llm.executor
     executor.buckets = dataclasses.replace(executor.buckets, decode=(rows,))
-    tokens = np.random.default_rng(0).integers(3, llm.config.vocab_size, rows).tolist()
-    positions = pages * executor.limits.page_size
-    sampling, decodes = Sampling(context + 1, 0), int32s(value for slot in range(rows) for value in (slot, positions))
-    admissions = [Admission(slot, context, token, sampling) for slot, token in enumerate(tokens)]
-    tables = [PageChange(slot, 0, list(range(1 + slot * pages, 1 + (slot + 1) * pages))) for slot in range(rows)]
     limits = executor.limits
+    tokens = np.random.default_rng(0).integers(3, llm.config.vocab_size, rows).tolist()
+    sampling = Sampling(num_prompt_tokens=context + 1, seed=0)
+    admissions = [Admission(slot, context, token, sampling) for slot, token in enumerate(tokens)]
+    # Page 0 is the null page.
+    tables = [PageChange(slot, first=0, pages=_numbers(1, slot, pages)) for slot in range(rows)]
     if limits.window_columns:
-        first, last = max(0, context // limits.page_size - 1), pages
+        # The window reaches from the page before the context's last token to the last page. Its ring buffer follows the other columns.
+        window = range(max(0, context // limits.page_size - 1), pages)
         for slot in range(rows):
-            for place, index in enumerate(range(first, last)):
-                page = limits.pages_per_rank + 1 + slot * (last - first) + place
-                tables.append(PageChange(slot, limits.max_pages + index % limits.window_columns, [page]))
+            window_pages = _numbers(limits.pages_per_rank + 1, slot, len(window))
+            for index, page in zip(window, window_pages, strict=True):
+                column = limits.max_pages + index % limits.window_columns
+                tables.append(PageChange(slot, first=column, pages=[page]))
     fill(llm)
-    idle = [RankStep([], [], int32s(()), [], [])] * (executor.limits.num_ranks - busy)
-    first, following = (
-        Step([RankStep(*news, decodes, [], [])] * busy + idle) for news in ((admissions, tables), ([], []))
-    )
-    executor.collect(executor.launch(first))
-    program = executor.programs.get("step", executor.programs.shape(Rectangle(rows, 1), None), False)
-    return lambda: executor.collect(executor.launch(following)), program.as_text()
+    position_limit = pages * limits.page_size
+    decodes = int32s(value for slot in range(rows) for value in (slot, position_limit))
+    rank_step = partial(RankStep, prefills=[], guides=[])
+    idle = [rank_step([], [], int32s(()))] * (limits.num_ranks - busy_ranks)
+    first_step = Step([rank_step(admissions, tables, decodes)] * busy_ranks + idle)
+    later_step = Step([rank_step([], [], decodes)] * busy_ranks + idle)
+    executor.collect(executor.launch(first_step))
+    # The last two arguments are `scored` and `reports` of `lower_step`.
+    program = executor.programs.get("step", executor.programs.shape(Rectangle(rows, 1), None), False, False)
+    return lambda: executor.collect(executor.launch(later_step)), program.as_text()
+
+
+def _numbers(first: int, slot: int, count: int) -> list[int]:
+    """Return the page numbers of a slot, if each slot has `count` pages and the first slot's begin with `first`."""
+    return list(range(first + slot * count, first + (slot + 1) * count))
 
 
 def fill(llm: LLM) -> None:
@@ -130,13 +148,14 @@ def fill(llm: LLM) -> None:
     import jax
     import jax.numpy as jnp
 
-    executor, rng = llm.executor, np.random.default_rng(0)
+    executor = llm.executor
+    rng = np.random.default_rng(0)
     dtypes = {name: dtype for group in executor.model.cache_groups for name, (_, dtype) in group.arrays.items()}
 
     def filled(array: jax.Array, dtype: np.dtype) -> jax.Array:
         block = (0.5 + rng.random(_BLOCK, np.float32)).astype(dtype).view(array.dtype)
-        made = jax.jit(lambda block: jnp.resize(block, array.shape), out_shardings=array.sharding)
-        return made(block)
+        repeat = jax.jit(lambda block: jnp.resize(block, array.shape), out_shardings=array.sharding)
+        return repeat(block)
 
     cache = {name: filled(array, dtypes[name]) for name, array in executor.state.cache.items()}
     executor.state = dataclasses.replace(executor.state, cache=cache)
@@ -146,14 +165,18 @@ def measure(run: Callable[[], None], warm_up: int, steps: int) -> dict[str, floa
     """Return a step's median wall seconds, mean CPU seconds, and mean number of times that the process's threads went to sleep."""
     for _ in range(warm_up):
         run()
-    times, processor, waits = [], time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+    times = []
+    cpu_start = time.process_time()
+    waits_start = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
     for _ in range(steps):
-        began = time.perf_counter()
+        step_start = time.perf_counter()
         run()
-        times.append(time.perf_counter() - began)
-    waits = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - waits
-    processor = (time.process_time() - processor) / steps
-    return {"seconds": statistics.median(times), "processor_seconds": processor, "thread_waits": waits / steps}
+        times.append(time.perf_counter() - step_start)
+    return {
+        "seconds": statistics.median(times),
+        "processor_seconds": (time.process_time() - cpu_start) / steps,
+        "thread_waits": (resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - waits_start) / steps,
+    }
 
 
 def trace(run: Callable[[], None]) -> list[dict[str, Any]]:
@@ -171,11 +194,11 @@ def trace(run: Callable[[], None]) -> list[dict[str, Any]]:
 
 def scopes_of(text: str) -> dict[str, str]:
     """Map operation names to parts of the model, using the metadata in a compiled program's text."""
-    found = {}
+    scopes_by_name = {}
     for name, path in re.findall(r'%([\w.\-]+) = [^\n]*?metadata=\{op_name="([^"]*)"', text):
         scopes = [scope for part in path.split("/") for scope in SCOPES if part.startswith(scope)]
-        found[name] = scopes[0] if scopes else _OTHERS
-    return found
+        scopes_by_name[name] = scopes[0] if scopes else _OTHERS
+    return scopes_by_name
 
 
 def part_seconds(events: list[dict[str, Any]], scopes: dict[str, str]) -> dict[str, float]:

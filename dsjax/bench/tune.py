@@ -32,6 +32,8 @@ STACK_BYTES = 2**30
 """Bytes of matrices that timing cycles through, so that each is evicted from the device's cache (50 MB on an H200) before its next use."""
 NEAR = 0.99
 """Maximum ratio of another tile size's time to the default's for it to be chosen: a smaller gain is noise."""
+TUNED = frozenset({"q", "q_a", "q_b", "kv_a", "kv", "query", "o", "o_b", "gate_up", "down"})
+"""Names of the matrices that kernels with a tile table multiply with."""
 MOST_CACHE_BYTES = 8 * 2**30
 """Maximum bytes of cache per layer; attention is not timed for row counts that need more."""
 Tiles = ProductTiles | AttentionTiles
@@ -78,13 +80,14 @@ def find_products(
         name = path.split(".")[-2]
         wanted = path.partition(".")[0] not in ("mtp", "head", "embed") and path.endswith(".weight")
         # Kernels for packed formats have no tile table.
-        if not wanted or info.packed > 1 or name not in ("q", "q_a", "q_b", "kv_a", "o", "gate_up", "down"):
+        if not wanted or info.packed > 1 or name not in TUNED or ".compressor." in path:
             continue
         split = zip(info.shape, rules.spec(info.logical_axes), strict=True)
         local = [size // math.prod(ways[axis] for axis in axes_of(entry)) for size, entry in split]
         if info.depth_last:
             local.insert(2 if ".experts." in path else 1, local.pop())
-        suffix, dtype = "_fp8" * (info.quantised and quantises), info.dtype.name
+        suffix = "_fp8" * (info.quantised and quantises)
+        dtype = info.dtype.name
         for count in tokens:
             if ".experts." in path:
                 load = count * spec.dp_size / spec.num_devices * spec.ep_size * config.num_experts_per_tok / n_physical
@@ -166,28 +169,32 @@ def device_timer(
 
     def multiply(kernel, inputs, groups, layer, options):
         weight, scale, x = inputs
-        arguments, options = (weight, scale, weight.dtype, layer, x), options | {"dtype": dtype}
+        arguments = (weight, scale, weight.dtype, layer, x)
+        options = options | {"dtype": dtype}
         if kernel == "dense":
             return products.dense(*arguments, **options)
         return (products.gate_up if kernel == "experts_gate_up" else products.down)(*arguments, groups, **options)
 
     def timer(product: Product, tiles: Tiles) -> float | None:
-        attends, kernel = product.kernel == ATTENTION, product.kernel.removesuffix("_fp8")
+        is_attention = product.kernel == ATTENTION
+        kernel = product.kernel.removesuffix("_fp8")
         if product not in kept:
             kept.clear()
-            kept[product] = _cache(product, dtype, setting) if attends else _arrays(product, dtype, experts)
+            kept[product] = _cache(product, dtype, setting) if is_attention else _arrays(product, dtype, experts)
         inputs, *fixed = kept[product]
         # For the default sizes pass None: the kernel itself chooses sizes that fit the device.
         options = {"tiles": None if tiles == default_tiles(product) else tiles, "cores": cores, "interpret": interpret}
 
         def apply(inputs, layer, total):
             made = (
-                attend(inputs, *fixed, layer, options) if attends else multiply(kernel, inputs, *fixed, layer, options)
+                attend(inputs, *fixed, layer, options)
+                if is_attention
+                else multiply(kernel, inputs, *fixed, layer, options)
             )
             return total + jax.tree.leaves(made)[-1].reshape(-1)[0].astype(jnp.float32)
 
         try:
-            depth = (next(iter(inputs[2].values())) if attends else inputs[0]).shape[0]
+            depth = (next(iter(inputs[2].values())) if is_attention else inputs[0]).shape[0]
             prepared = device_loop(apply, inputs, jnp.float32(0), depth=depth)
             prepared.warm_up(budget)
             times = prepared.take(budget)
@@ -220,7 +227,8 @@ def _cache(product: Product, dtype: np.dtype, setting: AttentionSetting) -> tupl
 
 def _arrays(product: Product, dtype: np.dtype, experts: int) -> tuple:
     """Return a stack of weights with scales, rows, and the experts' groups under even routing."""
-    stored, quantised = jnp.dtype(product.weights), product.kernel.endswith("_fp8")
+    stored = jnp.dtype(product.weights)
+    quantised = product.kernel.endswith("_fp8")
     dense, fused = product.kernel.startswith("dense"), product.kernel.startswith("experts_gate_up")
     K, N, X = product.depth, product.columns, 1 if dense else experts
     lead = () if dense else (X,)

@@ -3,8 +3,6 @@
 Intermediate values, such as a dequantised float32 strip, stay in the CPU cache, so memory holds little besides the result.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -48,7 +46,7 @@ class Assembler:
     @property
     def problems(self) -> list[str]:
         """One line for each tensor with damaged values."""
-        return [f"{name}: {what}" for name, what in sorted(self._found.items())]
+        return [f"{name}: {problem}" for name, problem in sorted(self._found.items())]
 
     def fill(self, out: np.ndarray, path: str, region: Sequence[slice]) -> None:
         """Set ``out`` to ``parameter[region]``; ``out`` has the region's shape and the parameter's dtype or storage dtype."""
@@ -77,18 +75,19 @@ class Assembler:
 
     def _fill_piece(self, out: np.ndarray, path: str, piece: TensorPiece, region: Sequence[slice]) -> None:
         """Set the part of ``out`` that one piece covers."""
-        kept = [part for part, at in zip(region, piece.index, strict=True) if isinstance(at, slice)]
+        ranges = [part for part, at in zip(region, piece.index, strict=True) if isinstance(at, slice)]
         place = tuple(
             at if isinstance(at, slice) else at - part.start for part, at in zip(region, piece.index, strict=True)
         )
         target = out[place]
         if target.ndim == 1:
-            self._read_vector(piece.name, kept[0], target)
+            self._read_vector(piece.name, ranges[0], target)
             return
         target_dtype = target.dtype
         if piece.transposed:
-            target, kept = target.T, kept[::-1]
-        rows, columns = kept
+            target = target.T
+            ranges = ranges[::-1]
+        rows, columns = ranges
         # NumPy copies unsigned integers faster than ml_dtypes' types. Transposing 32 rows at a time is twice as fast as
         # transposing whole strips: the cache lines it writes stay in L1.
         bits = np.dtype(f"u{target.dtype.itemsize}")
@@ -178,9 +177,9 @@ class Assembler:
         ):
             self._report(name, "has values that are not finite (NaN or infinity)")
 
-    def _report(self, name: str, what: str) -> None:
+    def _report(self, name: str, problem: str) -> None:
         with self._lock:
-            self._found.setdefault(name, what)
+            self._found.setdefault(name, problem)
 
 
 def all_finite(values: np.ndarray) -> bool:

@@ -1,7 +1,5 @@
 """Check from the headers alone that a checkpoint holds the tensors a model needs, before anything is loaded."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import warnings
@@ -10,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from dsjax.checkpoint.errors import CheckpointError, CheckpointWarning
-from dsjax.checkpoint.names import EMBEDDING, HEAD, SCALE_SUFFIX, TensorNames
+from dsjax.checkpoint.names import EMBEDDING, HEAD, SCALE_SUFFIX, TensorNames, mtp_layers
 from dsjax.checkpoint.quantise import FP8
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.config import ModelConfig
@@ -46,7 +44,10 @@ def check_structure(
     """
     places = {name: place for name, place in names.places().items() if not name.endswith(SCALE_SUFFIX)}
     expected = {name: piece.shape(names.parameters[path].shape) for name, (path, piece) in places.items()}
-    copies, unreadable, scales, problems = names.copies(), set(unreadable), set(), [*problems]
+    copies = names.copies()
+    unreadable = set(unreadable)
+    scales = set()
+    problems = [*problems]
     for name, shape in expected.items():
         if name in specs:
             path, piece = places[name]
@@ -123,15 +124,15 @@ def settle_head(source: object, config: ModelConfig, tensors: Mapping[str, np.nd
     return dataclasses.replace(config, tie_word_embeddings=False)
 
 
-def _mismatches(name: str, shape: tuple[int, ...], spec: TensorSpec, is_matrix: bool, wanted: np.dtype) -> list[str]:
-    """Return shape and dtype problems of one tensor. wanted: the parameter's dtype; the bytes of a packed format must match it."""
+def _mismatches(name: str, shape: tuple[int, ...], spec: TensorSpec, is_matrix: bool, dtype: np.dtype) -> list[str]:
+    """Return shape and dtype problems of one tensor. dtype: the parameter's dtype; the bytes of a packed format must match it."""
     problems = []
     if spec.shape != shape:
         problems.append(f"{name}: shape {list(spec.shape)}, expected {list(shape)}")
     allowed = (*_FLOATS, FP8.name) if is_matrix else _FLOATS
-    if wanted == np.uint8:
-        allowed = (wanted.name,)
-    if wanted == np.int32:
+    if dtype == np.uint8:
+        allowed = (dtype.name,)
+    if dtype == np.int32:
         allowed = _INTEGERS
     if spec.dtype.name not in allowed:
         problems.append(f"{name}: dtype {spec.dtype.name}, expected one of {', '.join(allowed)}")
@@ -140,7 +141,8 @@ def _mismatches(name: str, shape: tuple[int, ...], spec: TensorSpec, is_matrix: 
 
 def _scale_mismatches(name: str, specs: Mapping[str, TensorSpec], unreadable: set[str]) -> list[str]:
     """Return the problems with an FP8 weight's block scales."""
-    scale, shape = name + SCALE_SUFFIX, tuple(blocks(size) for size in specs[name].shape)
+    scale = name + SCALE_SUFFIX
+    shape = tuple(blocks(size) for size in specs[name].shape)
     if scale in unreadable:
         return []
     if scale not in specs:
@@ -154,13 +156,16 @@ def _scale_mismatches(name: str, specs: Mapping[str, TensorSpec], unreadable: se
 
 def _contradictions(names: TensorNames, present: list[str], extras: list[str]) -> list[str]:
     """Return problems where extra tensors contradict the configuration: more experts, or more or fewer layers."""
-    config, problems = names.config, []
+    config = names.config
+    problems = []
     experts = [int(match.group(1)) for name in extras if (match := re.search(r"\.mlp\.experts\.(\d+)\.", name))]
     if experts and max(experts) >= config.n_routed_experts:
         problems.append(
             f"config.json has n_routed_experts={config.n_routed_experts}, but there are tensors of expert {max(experts)}"
         )
-    layers, last, copies = {}, config.num_hidden_layers, names.copies()
+    layers = {}
+    last = config.num_hidden_layers
+    copies = names.copies()
     for name in present:
         if (match := re.match(r"model\.layers\.(\d+)\.(.+)", name)) and name not in copies:
             layers.setdefault(int(match.group(1)), set()).add(match.group(2))
@@ -175,7 +180,7 @@ def _contradictions(names: TensorNames, present: list[str], extras: list[str]) -
             f"config.json has num_hidden_layers={last}, but layer {min(modules)} is a multi-token prediction "
             f"module (it has an eh_proj or e_proj), which follows the last layer; the model has {min(modules)}"
         )
-    if config.num_nextn_predict_layers and modules and max(modules) >= names.end_of_mtp:
+    if config.num_nextn_predict_layers and modules and max(modules) >= mtp_layers(config).stop:
         problems.append(
             f"config.json has num_hidden_layers={last} and num_nextn_predict_layers={config.num_nextn_predict_layers}, but layer "
             f"{max(modules)} is a multi-token prediction module too"

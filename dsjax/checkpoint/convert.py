@@ -1,7 +1,5 @@
 """Write checkpoints: convert between forms and weight formats, or save in-memory parameters."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +15,7 @@ from dsjax.checkpoint.errors import CheckpointError
 from dsjax.checkpoint.load import to_hf_tensors
 from dsjax.checkpoint.names import TensorNames
 from dsjax.checkpoint.orbax_form import MANIFEST_NAME, Manifest, config_hash, write_manifest, write_params
-from dsjax.checkpoint.place import Advance, aligned_empty, progress_bar
+from dsjax.checkpoint.place import Advance, aligned_empty
 from dsjax.checkpoint.publish import publish
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.checkpoint.shards import INDEX_NAME, write_folder
@@ -28,6 +26,7 @@ from dsjax.config.quantization import QUANTIZATION_FILES, quantization_files
 from dsjax.config.weights import WEIGHT_FORMATS
 from dsjax.model.parameter_table import abstract_parameters
 from dsjax.model.parameters import Weights
+from dsjax.progress import report_bytes
 
 Form = Literal["orbax", "hf"]
 MAX_SHARD_BYTES = 5 * 10**9
@@ -143,7 +142,7 @@ def _write(
     total = sum(info.nbytes for info in names.parameters.values())
     with (
         publish(destination, overwrite=overwrite) as folder,
-        progress_bar(f"Converting to {to}", total, progress) as advance,
+        report_bytes(f"Converting to {to}", total, progress) as advance,
     ):
         if to == "orbax":
             write_params(folder, names.parameters, _assemble_all(checkpoint, assembler, advance))
@@ -186,13 +185,15 @@ def _hf_tensors(
     advance: Advance,
 ) -> tuple[dict[str, TensorSpec], Callable[[str], np.ndarray]]:
     """Return the specs of all tensors to write, in layer order, and a function that makes a tensor by name."""
-    names, places = assembler.names, assembler.names.places()
+    names = assembler.names
+    places = names.places()
     specs, recipes = {}, {}
     for name, (path, piece) in sorted(places.items(), key=lambda item: _layer_order(item[0])):
         info = names.parameters[path]
         spec = TensorSpec(np.dtype(source_dtypes.get(path, info.dtype)), piece.shape(info.shape))
         for tensor_name, (tensor_spec, make) in tensors_to_write(names, path, name, spec).items():
-            specs[tensor_name], recipes[tensor_name] = tensor_spec, (path, piece, make)
+            specs[tensor_name] = tensor_spec
+            recipes[tensor_name] = (path, piece, make)
     specs.update({copy: specs[names.copies()[copy]] for copy in copies})
 
     def fetch(name: str) -> np.ndarray:

@@ -1,7 +1,5 @@
 """``ExpertReader``: reads single routed experts of a checkpoint on demand, in the devices' storage format."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from dsjax.checkpoint.assemble import Assembler
@@ -30,7 +28,8 @@ class ExpertReader:
         Raises:
             CheckpointError: the expert has invalid values.
         """
-        info, assembler = self._names.parameters[path], Assembler(self._names, self._checkpoint.tensors)
+        info = self._names.parameters[path]
+        assembler = Assembler(self._names, self._checkpoint.tensors)
         out = np.empty((1, 1, *info.shape[2:]), info.storage_dtype)
         rest = [slice(0, size) for size in info.shape[2:]]
         assembler.fill(out, path, (slice(layer, layer + 1), slice(expert, expert + 1), *rest))

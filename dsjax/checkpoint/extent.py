@@ -21,17 +21,13 @@ NO_EXPERT = -1
 
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """Which parts of a parameter a shard holds.
+    """Which parts of a parameter a shard holds."""
 
-    Attributes:
-        layers: number of stacked layers, a dimension that is never sharded; None: the parameter is not stacked.
-        experts: ``[layers, slots]``, the logical expert in each slot; None: the parameter has no expert dimension.
-        box: range of each remaining dimension.
-    """
-
+    # number of stacked layers, a dimension that is never sharded; None: the parameter is not stacked
     layers: int | None
+    # ``[layers, slots]``, the logical expert in each slot; None: the parameter has no expert dimension
     experts: np.ndarray | None
-    box: Box
+    box: Box  # range of each remaining dimension
 
     @classmethod
     def of(cls, info: ParameterInfo, region: Box, rows: np.ndarray | None) -> Extent:
@@ -84,7 +80,8 @@ def intersection(box: Box, other: Box) -> Box | None:
 
 def difference(box: Box, inner: Box) -> list[Box]:
     """Subtract `inner`, which lies inside `box`, and return the rest as non-overlapping boxes."""
-    boxes, rest = [], list(box)
+    boxes = []
+    rest = list(box)
     for axis, ((start, stop), (first, last)) in enumerate(zip(box, inner, strict=True)):
         for part in ((start, first), (last, stop)):
             if part[0] < part[1]:

@@ -47,7 +47,8 @@ def fingerprint(directory: str | Path) -> str:
     """
     directory = Path(directory)
     digest = hashlib.sha256()
-    items = _orbax(directory) if (directory / MANIFEST_NAME).exists() else _safetensors(directory)
+    is_orbax = (directory / MANIFEST_NAME).exists()
+    items = _orbax_items(directory) if is_orbax else _safetensors_items(directory)
     for item in (DEFINITION, _canonical_json(directory / "config.json"), *items):
         digest.update(len(item).to_bytes(8, "little"))
         digest.update(item)
@@ -62,50 +63,50 @@ def _canonical_json(path: Path) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def _safetensors(directory: Path) -> Iterator[bytes]:
+def _safetensors_items(directory: Path) -> Iterator[bytes]:
     folder = SafetensorsFolder(directory)
     if folder.problems:
         raise CheckpointError(directory, folder.problems)
-    for name, file in sorted(folder.files.items()):
-        yield name.encode()
-        tensors = sorted((start, stop, tensor) for tensor, (start, stop) in file.ranges.items())
-        table = [(tensor, str(file.specs[tensor]), start, stop) for start, stop, tensor in tensors]
+    for file_name, file in sorted(folder.files.items()):
+        yield file_name.encode()
+        ranges = sorted((start, stop, name) for name, (start, stop) in file.ranges.items())
+        table = [(name, str(file.specs[name]), start, stop) for start, stop, name in ranges]
         yield json.dumps(table, ensure_ascii=False).encode()
-        if tensors:
-            yield from _blocks(file, tensors[0][0], max(stop for _, stop, _ in tensors))
+        if ranges:
+            yield from _blocks(file, ranges[0][0], max(stop for _, stop, _ in ranges))
 
 
 def _blocks(file: SafetensorsFile, start: int, stop: int) -> Iterator[bytes]:
     """Yield the sampled blocks of a file's bytes [start, stop)."""
     size = stop - start
     try:
-        with file.path.open("rb") as opened:
+        with file.path.open("rb") as stream:
             if size <= BLOCKS * BLOCK_BYTES:
-                opened.seek(start)
-                yield opened.read(size)
+                stream.seek(start)
+                yield stream.read(size)
                 return
-            for index in range(BLOCKS):
-                opened.seek(start + _spaced(index, BLOCKS, size - BLOCK_BYTES))
-                yield opened.read(BLOCK_BYTES)
+            for offset in _evenly_spaced(BLOCKS, size - BLOCK_BYTES):
+                stream.seek(start + offset)
+                yield stream.read(BLOCK_BYTES)
     except OSError as error:
         raise CheckpointError(file.path, [f"cannot be read: {error.strerror or error}"]) from error
 
 
-def _orbax(directory: Path) -> Iterator[bytes]:
+def _orbax_items(directory: Path) -> Iterator[bytes]:
     config = load_config(directory)
     tensors = OrbaxTensors(directory, config, read_manifest(directory, config))
     yield _canonical_json(directory / MANIFEST_NAME)
     for path, info in sorted(tensors.parameters.items()):
         yield path.encode()
-        *outer, width = info.shape
+        *outer_shape, width = info.shape
         length = min(width, BLOCK_BYTES // info.dtype.itemsize)
-        for index in range(RUNS):
-            row = np.unravel_index(_spaced(index, RUNS, math.prod(outer) - 1), outer)
-            begin = _spaced(index, RUNS, width - length)
-            values = tensors.read(path, (*map(int, row), slice(begin, begin + length)))
+        rows = _evenly_spaced(RUNS, math.prod(outer_shape) - 1)
+        for row, start in zip(rows, _evenly_spaced(RUNS, width - length), strict=True):
+            outer = map(int, np.unravel_index(row, outer_shape))
+            values = tensors.read(path, (*outer, slice(start, start + length)))
             yield np.ascontiguousarray(values).tobytes()
 
 
-def _spaced(index: int, count: int, last: int) -> int:
-    """Return number `index` of `count` integers evenly spaced from 0 to `last`, both included."""
-    return index * last // (count - 1)
+def _evenly_spaced(count: int, last: int) -> list[int]:
+    """Return `count` integers evenly spaced from 0 to `last`, both included."""
+    return [index * last // (count - 1) for index in range(count)]

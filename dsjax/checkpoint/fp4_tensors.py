@@ -53,12 +53,12 @@ class Found(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Names:
-    """Names of the tensors that hold a packed matrix. whole: its global scale. whole_inverted: stored as the reciprocal."""
+    """Names of the tensors that hold a packed matrix."""
 
     values: str
     scale: str | None
-    whole: str | None
-    whole_inverted: bool
+    whole: str | None  # its global scale
+    whole_inverted: bool  # stored as the reciprocal
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -85,7 +85,9 @@ def as_wanted(names: TensorNames, found: Found) -> Found:
     }
     if not wanted and not stored:
         return found
-    tensors, specs, problems = _Tensors(found.tensors), dict(found.specs), [*found.problems]
+    tensors = _Tensors(found.tensors)
+    specs = dict(found.specs)
+    problems = [*found.problems]
     for matrix in stored.values():
         for name in matrix.all:
             specs.pop(name, None)
@@ -93,7 +95,8 @@ def as_wanted(names: TensorNames, found: Found) -> Found:
         name: spec for name, spec in specs.items() if not name.endswith((*_OF_ACTIVATIONS, f".weight{_SHAPE_SUFFIX}"))
     }
     for matrix, path in wanted.items():
-        info, kept = names.parameters[path], stored.get(matrix)
+        info = names.parameters[path]
+        kept = stored.get(matrix)
         source = None
         if kept is not None:
             problem = _problem(found.specs, kept)
@@ -153,7 +156,8 @@ class _Tensors(Mapping):
     """The checkpoint's tensors; those in ``made`` replace them."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
-        self._tensors, self.made = tensors, {}
+        self._tensors = tensors
+        self.made = {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self.made[name] if name in self.made else self._tensors[name]
@@ -197,7 +201,8 @@ def _problem(specs: Mapping[str, TensorSpec], names: _Names) -> str | None:
     """Return the first problem with a packed matrix's scales; None if they are valid."""
     if names.scale is None:
         return f"{names.values}: four bits without scales; expected {names.values.removesuffix(_PACKED_SUFFIX)}{PACKED_SCALE_SUFFIX}"
-    form, scale = _format(specs, names), specs[names.scale]
+    form = _format(specs, names)
+    scale = specs[names.scale]
     if form is MXFP4 and scale.dtype.name not in _E8M0:
         return f"{names.scale}: dtype {scale.dtype.name}, expected float8_e4m3fn (NVFP4) or one of {', '.join(_E8M0)} (MXFP4)"
     if form is INT4 and scale.dtype.name != form.scale_dtype:
@@ -250,10 +255,12 @@ class _Decoded:
     def of(cls, found: Found, names: _Names) -> _Decoded:
         """Return the matrix stored in these tensors."""
         form = _format(found.specs, names)
-        values, whole = _Bytes(found.tensors[names.values]), np.float32(1)
+        values = _Bytes(found.tensors[names.values])
+        whole = np.float32(1)
         if form.has_global:
             whole = _Whole(names.whole, found.tensors[names.whole], names.whole_inverted, values)
-        return cls(form, values, _scale_of(form, found.tensors[names.scale]), whole)
+        scale = found.tensors[names.scale]
+        return cls(form, values, _Bytes(scale) if form is MXFP4 else scale, whole)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -295,18 +302,14 @@ class _Bytes:
         return elements.view(np.uint8)[:, start - first * size : stop - first * size]
 
 
-def _scale_of(form: PackedFormat, tensor: Tensor) -> Tensor:
-    return _Bytes(tensor) if form is MXFP4 else tensor
-
-
 @dataclasses.dataclass(frozen=True)
 class _Whole:
-    """NVFP4's global scale, ``[1]``, as a multiplier even if stored inverted. packed: the packed values."""
+    """NVFP4's global scale, ``[1]``, as a multiplier even if stored inverted."""
 
     name: str
     tensor: Tensor
     inverted: bool
-    packed: _Bytes
+    packed: _Bytes  # the packed values
     shape = (1,)
     dtype = np.dtype(np.float32)
 

@@ -31,18 +31,13 @@ from sharding.layer_placement import LayerPlacements
 
 @dataclass(eq=False)
 class HeldShard:
-    """A complete or partial shard of a parameter on this process's devices.
-
-    Attributes:
-        values: a NumPy array of host memory, shared by the CPU platform's devices, or an array on one device.
-        arrays: JAX's arrays of this shard, by device.
-        is_there: ``[layers]``, whether ``values`` currently holds each layer.
-    """
+    """A complete or partial shard of a parameter on this process's devices."""
 
     extent: Extent
+    # a NumPy array of host memory, shared by the CPU platform's devices, or an array on one device
     values: np.ndarray | Array
-    arrays: dict[jax.Device, Array]
-    is_there: np.ndarray
+    arrays: dict[jax.Device, Array]  # JAX's arrays of this shard, by device
+    is_there: np.ndarray  # ``[layers]``, whether ``values`` currently holds each layer
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +72,8 @@ class HeldShard:
         values = aligned_empty(self.values.shape, np.dtype(self.values.dtype))
         for layer in [...] if self.extent.layers is None else range(self.extent.layers):
             values[layer] = np.asarray(self.values[layer])
-        self.values, self.arrays = values, {}
+        self.values = values
+        self.arrays = {}
 
     def _buffers(self) -> Iterator[np.ndarray]:
         """Yield each device's memory. Most devices share one buffer."""
@@ -98,17 +94,12 @@ class Piece:
 
 @dataclass
 class WeightBytes:
-    """Sources of a mesh epoch's parameters, in bytes of this process's distinct shards.
+    """Sources of a mesh epoch's parameters, in bytes of this process's distinct shards."""
 
-    Attributes:
-        kept: stayed in place. moved: copied from another shard of this process. read: assembled from the checkpoint. file: bytes of
-            checkpoint tensors read for `read`.
-    """
-
-    kept: int = 0
-    moved: int = 0
-    read: int = 0
-    file: int = 0
+    kept: int = 0  # stayed in place
+    moved: int = 0  # copied from another shard of this process
+    read: int = 0  # assembled from the checkpoint
+    file: int = 0  # bytes of checkpoint tensors read for `read`
 
     @classmethod
     def total(cls, values: Iterable[Sequence[int]]) -> WeightBytes:
@@ -150,7 +141,7 @@ class HeldWeights:
 
         placements: the experts' current placement. infos: of the parameters; None: those of the step's table.
         """
-        rows = None if placements is None else step.stored(placements).physical_to_logical
+        rows = None if placements is None else step.with_shared_slots(placements).physical_to_logical
         names = TensorNames(step.config, step.table.infos if infos is None else infos, rows)
         for path, info in names.parameters.items():
             array = params.get(path)
@@ -219,9 +210,11 @@ class HeldWeights:
     ) -> tuple[list[Piece], list[Box]]:
         """Look up a box of an expert. Return the pieces held and the boxes missing. first: the device to search first."""
         shards = [shard for shard in self._shards.get(path, ()) if shard.is_there[layer]]
-        pieces, missing = [], [box]
+        pieces = []
+        missing = [box]
         for shard in sorted(shards, key=lambda shard: first not in shard.arrays):
-            slot, left = shard.extent.slot_of(layer, expert), []
+            slot = shard.extent.slot_of(layer, expert)
+            left = []
             if slot is None:
                 continue
             for box in missing:

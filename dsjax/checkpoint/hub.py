@@ -1,7 +1,5 @@
 """Resolve a model name to a directory: a bundled name, a path, or a Hugging Face repository to download."""
 
-from __future__ import annotations
-
 import importlib.resources
 import os
 import re

@@ -1,7 +1,5 @@
 """Load parameters from a checkpoint: onto a mesh, where each device gets only its shard; or into host memory, for tests."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys
@@ -21,7 +19,7 @@ from dsjax.checkpoint.errors import CheckpointError
 from dsjax.checkpoint.fingerprint import fingerprint
 from dsjax.checkpoint.held_weights import HeldWeights
 from dsjax.checkpoint.names import TensorNames
-from dsjax.checkpoint.place import local_bytes, place, progress_bar
+from dsjax.checkpoint.place import local_bytes, place
 from dsjax.checkpoint.recover import place_held
 from dsjax.checkpoint.safetensors import Tensor, TensorSpec
 from dsjax.checkpoint.source import Checkpoint, open_checkpoint
@@ -30,6 +28,7 @@ from dsjax.config.weights import PACKED
 from dsjax.model.parameter_table import abstract_parameters
 from dsjax.model.parameters import Weights
 from dsjax.model.window import ParameterWindow, Region
+from dsjax.progress import report_bytes
 from sharding.cores import most_threads
 from sharding.layer_placement import LayerPlacements
 from sharding.placement import Placement
@@ -73,7 +72,7 @@ def load(
         mtp: whether to load the MTP modules, if the configuration has any.
         only: paths of the parameters to load; default: all.
         window: the part of each parameter to load, for a process with some layers or experts only; ``config`` and ``placement``
-            describe the whole model. Cannot be combined with ``held``.
+            describe the whole model. ``held`` must then be empty.
         progress: whether to draw a progress bar on standard error.
         held: parameters of another mesh on this process's devices, which are not read again. If it was not empty, it also
             holds the new parameters afterwards. Its ``counts`` say how much was read.
@@ -117,8 +116,9 @@ def load(
 
         if held is not None:
             _identify(held, f"{fingerprint(checkpoint.directory)} {names.dtypes}")
-        started, known = time.monotonic(), held is not None and not held.is_empty
-        with progress_bar("Loading weights", total, progress) as show:
+        started = time.monotonic()
+        known = held is not None and not held.is_empty
+        with report_bytes("Loading weights", total, progress) as show:
 
             def advance(nbytes: int) -> None:
                 check()

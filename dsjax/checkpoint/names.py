@@ -7,8 +7,9 @@ A parameter consists of *pieces*. Each is one Hugging Face tensor and its place 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -78,24 +79,25 @@ class TensorPiece:
 
     def shape(self, parameter_shape: Sequence[int]) -> tuple[int, ...]:
         """Return the tensor's shape, given the parameter's."""
-        sizes = [size for size, at in zip(parameter_shape, self.index, strict=True) if isinstance(at, slice)]
+        sizes = [size for size, i in zip(parameter_shape, self.index, strict=True) if isinstance(i, slice)]
         return tuple(reversed(sizes)) if self.transposed else tuple(sizes)
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Source of a parameter: tensor name templates with the placeholders ``{layer}`` and ``{expert}``.
+    """Source of a parameter."""
 
-    layers: checkpoint layer number of each layer of the parameter's stack; None if it is not in a stack.
-    """
-
-    templates: tuple[str, ...]
-    layers: range | None
-    transposed: bool
+    templates: tuple[str, ...]  # tensor names with the placeholders ``{layer}`` and ``{expert}``; two are gate and up
+    layers: range | None  # checkpoint layer number of each layer of the parameter's stack; None if it is not in a stack
+    transposed: bool  # whether dsjax stores a matrix as ``[in, out]`` and the checkpoint as ``[out, in]``
 
     @property
     def per_expert(self) -> bool:
         return "{expert}" in self.templates[0]
+
+    def with_suffix(self, suffix: str) -> _Source:
+        """Return the source of the tensors beside these whose names have this suffix."""
+        return replace(self, templates=tuple(template + suffix for template in self.templates))
 
 
 class TensorNames:
@@ -105,9 +107,9 @@ class TensorNames:
         config: the model's configuration.
         parameters: its table of parameters (``abstract_parameters``), for any ``weights``. Derived parameters are left out, since no
             checkpoint holds them.
-        experts: the logical expert in each physical slot, ``[P]`` for all layers or ``[MoE layers, P]``; default: one slot per
-            expert, in order. Layers of MTP modules follow the model's; layers without a row use the last one. The index after the
-            last expert's is the shared expert.
+        experts: the logical expert in each physical slot, ``[P]`` for all layers or ``[MoE layers, P]``, where rows of MTP modules
+            follow the model's, and layers without a row use the last one. The value ``n_routed_experts`` means the shared expert.
+            Default: one slot per expert, in order.
 
     Raises:
         KeyError: a parameter is missing from the tables above, which is a bug.
@@ -123,21 +125,26 @@ class TensorNames:
         self.parameters = {path: info for path, info in parameters.items() if info.init != "derived"}
         experts = np.arange(config.n_routed_experts) if experts is None else np.asarray(experts)
         self.experts = np.atleast_2d(experts)
-        self._moe_layers = [*moe_layers(config.layer_runs), *range(config.num_hidden_layers, self.end_of_mtp)]
+        self._moe_layers = [*moe_layers(config.layer_runs), *mtp_layers(config)]
         self._sources = {path: _source(config, path, self.parameters) for path in self.parameters}
 
     def pieces(self, path: str, region: Sequence[slice] | None = None) -> Iterator[TensorPiece]:
         """Yield a parameter's pieces in order; with ``region``, only those that overlap it."""
-        source, shape = self._sources[path], self.parameters[path].shape
+        source = self._sources[path]
+        info = self.parameters[path]
+        shape = info.shape
         region = region if region is not None else [slice(0, size) for size in shape]
         axes = []
         if source.layers is not None:
             axes.append(range(*region[0].indices(shape[0])))
         if source.per_expert:
             axes.append(range(*region[1].indices(shape[1])))
-        depth_last = self.parameters[path].depth_last
-        stack_axis = len(shape) - (3 if depth_last else 2) if len(source.templates) == 2 else None
-        parts = range(*region[stack_axis].indices(2)) if stack_axis is not None else (0,)
+        gate_up_axis = None
+        parts = (0,)
+        if len(source.templates) == 2:
+            # A matrix is [in, (gate, up), out], and [(gate, up), out, in] if ``depth_last``, which is torch's order of in and out.
+            gate_up_axis = len(shape) - (3 if info.depth_last else 2)
+            parts = range(*region[gate_up_axis].indices(2))
         for indices in itertools.product(*axes):
             for part in parts:
                 expert = self._expert(source, *indices) if source.per_expert else ""
@@ -147,13 +154,13 @@ class TensorNames:
                 layer = source.layers[indices[0]] if source.layers is not None else ""
                 name = template.format(layer=layer, expert=expert)
                 index: list[int | slice] = [*indices, *[slice(None)] * (len(shape) - len(indices))]
-                if stack_axis is not None:
-                    index[stack_axis] = part
-                yield TensorPiece(name, tuple(index), source.transposed and not depth_last)
+                if gate_up_axis is not None:
+                    index[gate_up_axis] = part
+                yield TensorPiece(name, tuple(index), source.transposed and not info.depth_last)
 
     @property
     def dtypes(self) -> str:
-        """The parameters' dtypes as text, by which two loads of one checkpoint may differ."""
+        """Fingerprint of the parameters' dtypes, in which two loads of one checkpoint may differ."""
         dtypes = {path: info.dtype.name for path, info in self.parameters.items()}
         return " ".join(f"{path}:{name}" for path, name in sorted(dtypes.items()))
 
@@ -184,20 +191,17 @@ class TensorNames:
                 pieces.setdefault(piece.name, (path, piece))
         return pieces
 
-    @property
-    def end_of_mtp(self) -> int:
-        """Index after the last layer of the main model and its MTP modules."""
-        return self.config.num_hidden_layers + self.config.num_nextn_predict_layers
-
     def copies(self) -> dict[str, str]:
         """Return optional tensors beyond ``expected``, each with the tensor it must equal.
 
         DeepSeek's MTP layers include copies of the main model's embedding and head; tied models may include the head.
         """
-        mtp_copies = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": self._head_name()}
-        layers = range(self.config.num_hidden_layers, self.end_of_mtp)
+        head = EMBEDDING if self.config.tie_word_embeddings else HEAD
+        mtp_copies = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": head}
         originals = {
-            f"model.layers.{layer}.{name}": original for layer in layers for name, original in mtp_copies.items()
+            f"model.layers.{layer}.{name}": original
+            for layer in mtp_layers(self.config)
+            for name, original in mtp_copies.items()
         }
         if self.config.tie_word_embeddings:
             originals[HEAD] = EMBEDDING
@@ -217,8 +221,10 @@ class TensorNames:
         """Return whether the tensor can be computed from the configuration; some checkpoints hold it."""
         return name.endswith(_COMPUTED)
 
-    def _head_name(self) -> str:
-        return EMBEDDING if self.config.tie_word_embeddings else HEAD
+
+def mtp_layers(config: ModelConfig) -> range:
+    """Return the checkpoint's layer numbers of the MTP modules, which follow the main model's."""
+    return range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
 
 
 def scaled_weight(path: str, parameters: Mapping[str, ParameterInfo]) -> str | None:
@@ -233,29 +239,22 @@ def _source(config: ModelConfig, path: str, parameters: Mapping[str, ParameterIn
     """Return a parameter's source, looked up in the tables above."""
     weight = scaled_weight(path, parameters)
     if weight is not None:
-        source = _source(config, weight, parameters)
-        names = tuple(template + SCALE_SUFFIX for template in source.templates)
-        return _Source(names, source.layers, source.transposed)
+        return _source(config, weight, parameters).with_suffix(SCALE_SUFFIX)
     for part, suffix in (("scale", PACKED_SCALE_SUFFIX), ("global_scale", PACKED_GLOBAL_SUFFIX)):
         weight = path.removesuffix(f".{part}") + ".weight"
         if path.endswith(f".{part}") and weight in parameters and parameters[weight].packed > 1:
-            source = _source(config, weight, parameters)
-            names = tuple(template + suffix for template in source.templates)
-            return _Source(names, source.layers, source.transposed and part == "scale")
+            source = _source(config, weight, parameters).with_suffix(suffix)
+            # A global scale is one number per matrix, so there is nothing to transpose.
+            return source if part == "scale" else replace(source, transposed=False)
     is_matrix = path.endswith(".weight") and path != "embed.weight"
-    model_names, layer_names, mtp_names = _MODEL, _LAYER, _MTP
-    if config.v4 is not None:
-        model_names, layer_names, mtp_names = (
-            _MODEL | v4_tensors.MODEL,
-            _LAYER | v4_tensors.LAYER,
-            _MTP | v4_tensors.MTP,
-        )
+    own = ({}, {}, {}) if config.v4 is None else (v4_tensors.MODEL, v4_tensors.LAYER, v4_tensors.MTP)
+    model_names, layer_names, mtp_names = map(operator.or_, (_MODEL, _LAYER, _MTP), own)
     if path in model_names:
         return _Source((model_names[path],), None, is_matrix)
-    mtp_layers = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
+    layers_of_mtp = mtp_layers(config)
     layers_by_stack = {f"{kind.stack}.": layers for kind, layers in stacks(config.layer_runs).items()}
-    for stack, layers in (layers_by_stack | {"mtp.layers.": mtp_layers}).items():
+    for stack, layers in (layers_by_stack | {"mtp.layers.": layers_of_mtp}).items():
         if path.startswith(stack):
             names = layer_names[path.removeprefix(stack)]
             return _Source(tuple(f"model.layers.{{layer}}.{name}" for name in names), layers, is_matrix)
-    return _Source((f"model.layers.{{layer}}.{mtp_names[path.removeprefix('mtp.')]}",), mtp_layers, is_matrix)
+    return _Source((f"model.layers.{{layer}}.{mtp_names[path.removeprefix('mtp.')]}",), layers_of_mtp, is_matrix)

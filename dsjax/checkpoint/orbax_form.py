@@ -195,6 +195,6 @@ class StoredTensor:
 
     def __getitem__(self, index: tuple[slice, ...] | slice) -> np.ndarray:
         parts = iter((index if isinstance(index, tuple) else (index,))[:: -1 if self.piece.transposed else 1])
-        place = tuple(next(parts) if isinstance(at, slice) else at for at in self.piece.index)
+        place = tuple(next(parts) if isinstance(i, slice) else i for i in self.piece.index)
         values = self.source.read(self.path, place)
         return values.T if self.piece.transposed else values

@@ -1,12 +1,9 @@
 """Place parameters on a mesh from the host. Each distinct shard is made once for all devices that hold it."""
 
-from __future__ import annotations
-
 import math
 import mmap
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -14,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from dsjax.model.parameters import ParameterInfo
 from dsjax.model.window import Region
-from dsjax.progress import Tenths
 from sharding.host_memory import memory_of
 from sharding.rules import Rules
 
@@ -104,38 +100,3 @@ def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + nbytes].view(dtype).reshape(shape)
-
-
-@contextmanager
-def progress_bar(title: str, total: int, shown: bool) -> Iterator[Advance]:
-    """Show progress in bytes on standard error, if `shown`."""
-    if not shown:
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        tenths = Tenths(
-            title, total, lambda line: console.print(line, highlight=False), lambda size: f"{size / 1e9:,.3g} GB"
-        )
-        done_so_far = [0]
-        tenths.reach(0)
-
-        def advance(done: int) -> None:
-            done_so_far[0] += done
-            tenths.reach(done_so_far[0])
-
-        yield advance
-        return
-    columns = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    ]
-    with Progress(*columns, console=console) as bars:
-        task = bars.add_task(title, total=total)
-        yield lambda done: bars.advance(task, done)

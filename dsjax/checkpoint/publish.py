@@ -1,7 +1,5 @@
 """Atomic creation of directories: written under a temporary name, renamed when complete."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

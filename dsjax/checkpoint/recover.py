@@ -50,7 +50,8 @@ def place_held(
         before = max((shard.values.size for shard in held.shards(path)), default=0)
         return math.prod(shardings[path].shard_shape(parameters[path].shape)) > before
 
-    maker, arrays = _ShardMaker(held, fill, advance), {}
+    maker = _ShardMaker(held, fill, advance)
+    arrays = {}
     for path in sorted(parameters, key=grows):
         info = parameters[path]
         targets = [
@@ -66,14 +67,14 @@ def place_held(
 
 @dataclass(eq=False)
 class _Target:
-    """A shard to make for a set of devices. shard: the result."""
+    """A shard to make for a set of devices."""
 
     info: ParameterInfo
     sharding: NamedSharding
     region: Box
     extent: Extent
     devices: list[jax.Device]
-    shard: HeldShard | None = None
+    shard: HeldShard | None = None  # the result
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -113,7 +114,8 @@ class _ShardMaker:
 
     def _keep(self, path: str, target: _Target, old: HeldShard) -> None:
         """Use a held shard for a target, without a copy if a device already has the shard or shares its memory."""
-        on_host, arrays = self.held.is_on_host(target.devices[0]), {}
+        on_host = self.held.is_on_host(target.devices[0])
+        arrays = {}
         for device in target.devices:
             arrays[device] = old.arrays.get(device)
             if arrays[device] is None:
@@ -153,7 +155,8 @@ class _ShardMaker:
         new = [target for target in targets if target.shard is None]
         self._make_room(path, new, [target.shard for target in targets])
         for target in new:
-            device, dtype = target.devices[0], target.info.storage_dtype
+            device = target.devices[0]
+            dtype = target.info.storage_dtype
             values = _zeros(target.shape, dtype, device)
             for layer in range(target.extent.num_layers):
                 for index, piece in self._pieces(path, target, layer, device):
@@ -189,7 +192,8 @@ class _ShardMaker:
 
         device: the device whose shards are used first. Missing values of neighbouring slots form one piece, which is read faster.
         """
-        extent, missing = target.extent, []
+        extent = target.extent
+        missing = []
         for slot, expert in enumerate(extent.experts_in(layer)):
             pieces, left = self.held.look_up(path, layer, expert, extent.box, device)
             for piece in pieces:

@@ -4,8 +4,6 @@ A file is an unsigned 64-bit little-endian header length, a JSON header ``{name:
 with spaces, and the tensors' bytes. The format requires that the offsets cover these without gap or overlap.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import mmap
@@ -155,7 +153,9 @@ def _read_header(path: Path, file, size: int) -> tuple[dict, int]:
 
 def _validate(path: Path, header: dict, data_bytes: int) -> tuple[dict[str, TensorSpec], dict[str, tuple[int, int]]]:
     """Return every tensor's specification and byte range; raise one error that lists all problems."""
-    problems, specs, offsets = [], {}, {}
+    problems = []
+    specs = {}
+    offsets = {}
     for name, entry in header.items():
         problem = _entry_problem(entry)
         if problem:
@@ -167,7 +167,8 @@ def _validate(path: Path, header: dict, data_bytes: int) -> tuple[dict[str, Tens
             problems.append(
                 f"{name}: {spec} is {spec.nbytes:,} bytes, but its offsets [{start}, {stop}] hold {stop - start:,}"
             )
-        specs[name], offsets[name] = spec, (start, stop)
+        specs[name] = spec
+        offsets[name] = (start, stop)
     ordered = sorted(offsets, key=lambda name: offsets[name])
     end, previous = 0, "the header"
     for name in ordered:
@@ -204,19 +205,14 @@ def _entry_problem(entry: object) -> str | None:
     return None
 
 
-def write_file(
-    path: str | os.PathLike,
-    specs: Mapping[str, TensorSpec],
-    fetch: Callable[[str], np.ndarray],
-    metadata: Mapping[str, str] | None = None,
-) -> None:
+def write_file(path: str | os.PathLike, specs: Mapping[str, TensorSpec], fetch: Callable[[str], np.ndarray]) -> None:
     """Write the tensors in ``specs`` to a file atomically, fetching them one at a time.
 
     ``fetch(name)`` must return an array of the shape and dtype in ``specs``. The bytes go to a temporary file in the
     same folder, which is synced to disk and then renamed: a crash never leaves an incomplete ``path``.
     """
     path = Path(path)
-    header: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, spec in specs.items():
         stop = offset + spec.nbytes

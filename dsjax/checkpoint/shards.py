@@ -1,7 +1,5 @@
 """Reader and writer of a safetensors folder: a single file, or shards with ``model.safetensors.index.json``."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -30,8 +28,8 @@ class SafetensorsFolder(Mapping[str, np.ndarray]):
         self.folder = Path(folder)
         self.problems: list[str] = []
         self.unreadable: set[str] = set()
-        self._files: dict[str, SafetensorsFile] = {}
-        self._home: dict[str, SafetensorsFile] = {}
+        self.files: dict[str, SafetensorsFile] = {}  # those that could be opened, by their names
+        self._file_of: dict[str, SafetensorsFile] = {}  # by tensor
         if (self.folder / INDEX_NAME).exists():
             self._open_sharded(_read_index(self.folder / INDEX_NAME))
         else:
@@ -42,62 +40,54 @@ class SafetensorsFolder(Mapping[str, np.ndarray]):
         if SINGLE_NAME in files:
             files = [SINGLE_NAME]
         if len(files) != 1:
-            what = f"found {len(files)} safetensors files and no index" if files else "found no safetensors"
-            raise CheckpointError(self.folder, [f"{what}; expected {SINGLE_NAME}, or shards with {INDEX_NAME}"])
-        self._add_file(files[0], promised=None)
+            found = f"found {len(files)} safetensors files and no index" if files else "found no safetensors"
+            raise CheckpointError(self.folder, [f"{found}; expected {SINGLE_NAME}, or shards with {INDEX_NAME}"])
+        self._add_file(files[0])
 
     def _open_sharded(self, weight_map: Mapping[str, str]) -> None:
-        promised: dict[str, list[str]] = {}
+        names_by_shard: dict[str, list[str]] = {}
         for name, shard in weight_map.items():
-            promised.setdefault(shard, []).append(name)
-        for shard, names in promised.items():
-            self._add_file(shard, names)
+            names_by_shard.setdefault(shard, []).append(name)
+        for shard, names in names_by_shard.items():
+            if not os.path.exists(self.folder / shard):  # `Path.exists` raises on a name too long
+                self.problems.append(f"{shard}: missing; {INDEX_NAME} places {len(names)} tensors in it")
+                self.unreadable.update(names)
+                continue
+            try:
+                file = self._add_file(shard)
+            except CheckpointError as error:
+                self.problems += [f"{shard}: {problem}" for problem in error.problems]
+                self.unreadable.update(names)
+                continue
+            absent = [name for name in names if name not in file]
+            self.problems += [f"{name}: {INDEX_NAME} places it in {shard}, which does not hold it" for name in absent]
+            self.unreadable.update(absent)
 
-    def _add_file(self, shard: str, promised: list[str] | None) -> None:
-        if promised is not None and not os.path.exists(self.folder / shard):  # `Path.exists` raises on a name too long
-            self.problems.append(f"{shard}: missing; {INDEX_NAME} places {len(promised)} tensors in it")
-            self.unreadable.update(promised)
-            return
-        try:
-            file = SafetensorsFile(self.folder / shard)
-        except CheckpointError as error:
-            if promised is None:
-                raise
-            self.problems += [f"{shard}: {problem}" for problem in error.problems]
-            self.unreadable.update(promised)
-            return
-        self._files[shard] = file
+    def _add_file(self, shard: str) -> SafetensorsFile:
+        file = self.files[shard] = SafetensorsFile(self.folder / shard)
         for name in file:
-            if name in self._home:
-                self.problems.append(f"{name}: in two shards, {self._home[name].path.name} and {shard}")
-            self._home[name] = file
-        for name in promised or ():
-            if name not in file:
-                self.problems.append(f"{name}: {INDEX_NAME} places it in {shard}, which does not hold it")
-                self.unreadable.add(name)
+            if name in self._file_of:
+                self.problems.append(f"{name}: in two shards, {self._file_of[name].path.name} and {shard}")
+            self._file_of[name] = file
+        return file
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
         """Shape and dtype of every readable tensor, from the headers alone."""
-        return {name: file.specs[name] for name, file in self._home.items()}
+        return {name: file.specs[name] for name, file in self._file_of.items()}
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._home[name][name]
+        return self._file_of[name][name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._home)
+        return iter(self._file_of)
 
     def __len__(self) -> int:
-        return len(self._home)
-
-    @property
-    def files(self) -> Mapping[str, SafetensorsFile]:
-        """The files that could be opened, by their names."""
-        return self._files
+        return len(self._file_of)
 
     def release(self) -> None:
         """Drop the pages read so far from this process's resident memory."""
-        for file in self._files.values():
+        for file in self.files.values():
             file.release()
 
 

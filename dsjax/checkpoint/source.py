@@ -119,7 +119,9 @@ def _open_orbax(directory: Path) -> Checkpoint:
 
 def _open_hf(directory: Path) -> Checkpoint:
     folder = SafetensorsFolder(directory)
-    config, tensors, unreadable = load_config(directory), _TextPart(folder), _text_names(folder.unreadable)
+    config = load_config(directory)
+    tensors = _TextPart(folder)
+    unreadable = _text_names(folder.unreadable)
     if config.v4 is not None:
         tensors = V4Tensors.of(folder, folder.specs, config.num_hidden_layers)
         unreadable = lost_names(folder.unreadable, config.num_hidden_layers, config.n_routed_experts)
@@ -157,7 +159,8 @@ class _TextPart(Mapping[str, np.ndarray]):
     """The text model's tensors in a folder, without the prefix of the text part."""
 
     def __init__(self, folder: SafetensorsFolder):
-        self._folder, self._names = folder, _text_names(folder)
+        self._folder = folder
+        self._names = _text_names(folder)
 
     @property
     def specs(self) -> dict[str, TensorSpec]:

@@ -112,13 +112,11 @@ def _matrix_of(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class V4Tensors(Mapping):
-    """A checkpoint's tensors under dsjax's names, with V3's names for scales and one tensor per expert.
-
-    kept: each tensor's name in the checkpoint; for a part of a tensor ``[E, rows, columns]`` also expert, first row and number of rows.
-    """
+    """A checkpoint's tensors under dsjax's names, with V3's names for scales and one tensor per expert."""
 
     tensors: Mapping[str, object]
     specs: Mapping[str, TensorSpec]
+    # each tensor's name in the checkpoint; for a part of a tensor ``[E, rows, columns]`` also expert, first row and number of rows
     kept: Mapping[str, tuple[str, tuple[int, int, int] | None]]
 
     @classmethod
@@ -127,14 +125,16 @@ class V4Tensors(Mapping):
         found, kept = {}, {}
 
         def keep(name: str, original: str, spec: TensorSpec, part=None) -> None:
-            found[name], kept[name] = spec, (original, part)
+            found[name] = spec
+            kept[name] = (original, part)
 
         for original, spec in specs.items():
             name = renamed(original, layers)
             experts = _EXPERTS.fullmatch(name)
             if experts:
                 for expert in range(spec.shape[0]):
-                    parts, rows = _FUSED[experts[2]], spec.shape[1] // len(_FUSED[experts[2]])
+                    parts = _FUSED[experts[2]]
+                    rows = spec.shape[1] // len(parts)
                     for place, part in enumerate(parts):
                         own = TensorSpec(spec.dtype, (rows, spec.shape[2]))
                         keep(f"{experts[1]}.{expert}.{part}.weight", original, own, (expert, place * rows, rows))

@@ -278,7 +278,7 @@ def _compilers() -> Iterator[Finding]:
         ("GPU", ("jax-cuda12-plugin", "jax-cuda13-plugin"), "cuda"),
         ("TPU", ("libtpu",), "tpu"),
     ):
-        if any(map(_is_installed, packages)):
+        if any(installed_version(package, missing="") for package in packages):
             shown = "is installed: dsjax dryrun --target can use it without such a device"
             yield Finding(f"compiler for {name}s", "ok", shown)
         else:
@@ -306,7 +306,3 @@ def _native_kernels() -> Iterator[Finding]:
         yield Finding("native kernels", "trouble", kernels.note, "the plain forms run, several times slower")
     else:
         yield Finding("native kernels", "ok", str(kernels.native.path))
-
-
-def _is_installed(package: str) -> bool:
-    return bool(installed_version(package, missing=""))

@@ -40,7 +40,7 @@ class DryRunOptions(Checked):
     json_file: str | None = option(None, "Write JSON to this file instead; - for standard output.", flag="--json")
 
 
-@options_of(lambda kind: None, EXECUTOR_OPTIONS, args=EngineArgs, options=DryRunOptions)
+@options_of(title=lambda kind: None, only=EXECUTOR_OPTIONS, args=EngineArgs, options=DryRunOptions)
 def dryrun(args: EngineArgs, options: DryRunOptions) -> None:
     """Compile the full-size serving step without the target hardware, and report memory, collectives and costs."""
     # Compilers for absent accelerators run alongside JAX's CPU backend; a GPU in this machine must stay untouched.

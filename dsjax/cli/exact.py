@@ -108,17 +108,13 @@ class ExactOptions(Checked):
 
 @dataclass(frozen=True)
 class Answer:
-    """A layout's output: logits at every position of the longest prompt, and greedy continuations of all prompts with log-probabilities.
+    """A layout's output: logits at every position of the longest prompt, and greedy continuations of all prompts with log-probabilities."""
 
-    logits: None if not requested. exact: whether these numbers are bitwise equal on every layout (`ModelStep.is_exact`).
-    rebalances: number of expert rebalances; None without EPLB.
-    """
-
-    logits: np.ndarray | None
+    logits: np.ndarray | None  # None if not requested
     tokens: list[list[int]]
     logprobs: list[list[float]] = field(default_factory=list)
-    exact: bool = False
-    rebalances: int | None = None
+    exact: bool = False  # whether these numbers are bitwise equal on every layout (`ModelStep.is_exact`)
+    rebalances: int | None = None  # number of expert rebalances; None without EPLB
 
 
 def prompts(vocab_size: int) -> list[dict[str, list[int]]]:

@@ -17,6 +17,7 @@ from dsjax.errors import UserError
 if TYPE_CHECKING:
     from dsjax.engine.llm_engine import LLMEngine
     from dsjax.engine.text.input_processor import EncodedPrompt
+    from dsjax.engine.text.outputs import CompletionOutput
 
 
 @engine_options
@@ -91,35 +92,37 @@ def write_continuations(
     """
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), _chat_prompt(engine, prompt) if chat else prompt, params)
-    current, failures = -1, {}
-    for index, text in _stream_in_order(engine, len(prompts), failures):
+    current, failures = None, {}
+    for index, pieces in _stream_in_order(engine, len(prompts)):
         if index != current:
-            out.write(("\n\n" if current >= 0 else "") + ("" if chat else prompts[index]))
+            separator = "" if current is None else "\n\n"
+            out.write(separator + ("" if chat else prompts[index]))
             current = index
-        out.write(text)
+        for piece in pieces:
+            out.write(piece.text)
+            if piece.finish_reason == "error":
+                failures[index] = str(piece.stop_reason)
         out.flush()
     out.write("\n")
     return failures
 
 
-def _stream_in_order(engine: LLMEngine, count: int, failures: dict[int, str]) -> Iterator[tuple[int, str]]:
-    """Stream (prompt index, text) in prompt order: prompt 0 as it grows, then prompt 1's buffered text and its further pieces, and so on.
+def _stream_in_order(engine: LLMEngine, count: int) -> Iterator[tuple[int, list[CompletionOutput]]]:
+    """Stream output in prompt order: prompt 0's pieces as they come, then prompt 1's buffered and further pieces, and so on.
 
-    Records in `failures` why a prompt ended early.
+    Yields (prompt index, its new pieces) after each step, also if there are none.
     """
-    buffered: list[list[str]] = [[] for _ in range(count)]
+    buffered: list[list[CompletionOutput]] = [[] for _ in range(count)]
     finished = [False] * count
     current = 0
     while current < count:
         for output in engine.step():
             index = int(output.request_id)
-            buffered[index].append(output.outputs[0].text)
+            buffered[index] += output.outputs
             finished[index] = output.finished
-            if output.outputs[0].finish_reason == "error":
-                failures[index] = str(output.outputs[0].stop_reason)
         while current < count:
-            text, buffered[current] = "".join(buffered[current]), []
-            yield current, text
+            pieces, buffered[current] = buffered[current], []
+            yield current, pieces
             if not finished[current]:
                 break
             current += 1

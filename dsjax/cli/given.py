@@ -18,18 +18,13 @@ _COMPOSED, _SIZED = ("dp", "ep", "pp", "tp", "host", "port"), ("pages",)
 
 @dataclass(eq=False)
 class _Given:
-    """An option given in a file or on the command line.
+    """An option given in a file or on the command line."""
 
-    Attributes:
-        row: the row of another engine's name; None for dsjax's names. ours: dsjax's name. value: as given, later translated.
-        key: its key in the file. words: its words on the command line.
-    """
-
-    row: Row | None
-    ours: str
-    value: Any
-    key: str = ""
-    words: list[str] = field(default_factory=list)
+    row: Row | None  # the row of another engine's name; None for dsjax's names
+    ours: str  # dsjax's name
+    value: Any  # as given, later translated
+    key: str = ""  # its key in the file
+    words: list[str] = field(default_factory=list)  # its words on the command line
 
     @property
     def is_composed(self) -> bool:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsjax.cli.output import JsonFile, report_console, write_json
+from dsjax.tables import table_of
 
 
 def info(
@@ -135,7 +136,7 @@ def _show(console: Console, facts: dict[str, Any]) -> None:
     mtp = f", and {layers['mtp']} MTP of {counts['mtp_module']:,} parameters" if layers["mtp"] else ""
     console.print(f"[bold]{facts['model']}[/bold]  {facts['path']}", highlight=False)
     console.print(f"{layers['dense']} dense layers, {layers['moe']} MoE layers{mtp}", highlight=False)
-    table = _table("parameters: parts that do not overlap, and their sum", "part", "each", "×", "parameters")
+    table = table_of("parameters: parts that do not overlap, and their sum", "part", "each", "×", "parameters")
     for name, part in facts["parts"].items():
         table.add_row(name, f"{part['each']:,}", f"{part['count']:,}", f"{part['parameters']:,}")
     table.add_section()
@@ -144,7 +145,7 @@ def _show(console: Console, facts: dict[str, Any]) -> None:
     console.print(table)
     weights = device["weight_bytes"]
     title = f"bytes of weights on one device of {device['mesh']} ({device['devices']} in all)"
-    table = _table(title, "component", *weights)
+    table = table_of(title, "component", *weights)
     for name in dict.fromkeys(name for by_component in weights.values() for name in by_component):
         table.add_row(name, *(f"{by_component.get(name, 0):,}" for by_component in weights.values()))
     table.add_section()
@@ -165,10 +166,3 @@ def _show(console: Console, facts: dict[str, Any]) -> None:
     for name, value in facts["config"].items():
         table.add_row(name, str(value))
     console.print(table)
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
-    return table

@@ -20,18 +20,14 @@ Translation = Callable[[str, Mapping[str, str]], str]
 
 
 class Row(NamedTuple):
-    """Translation of one option of another engine.
+    """Translation of one option of another engine."""
 
-    Attributes:
-        option: its name; `*` matches any text, `?` one letter. here: dsjax's option and text that follows it. note: differences.
-        value: translation of the value: pairs `theirs=ours`, a name in `TRANSLATIONS`, or empty for an unchanged value.
-    """
-
-    option: str
+    option: str  # its name; `*` matches any text, `?` one letter
     verdict: str
-    here: str
+    here: str  # dsjax's option and text that follows it
+    # translation of the value: pairs `theirs=ours`, a name in `TRANSLATIONS`, or empty for an unchanged value
     value: str
-    note: str
+    note: str  # differences
 
     @property
     def ours(self) -> str:

@@ -44,7 +44,7 @@ def group() -> None:
 
 
 @app.command(_SEARCH, cls=_SearchCommand)
-@options_of(lambda kind: None, args=PlanArgs)
+@options_of(title=lambda kind: None, args=PlanArgs)
 def search_layouts(args: PlanArgs) -> None:
     """Find the best layout for a cluster, a workload and objectives. `dsjax plan` without a subcommand does the same."""
     from dsjax.plan.explain import explain
@@ -75,7 +75,7 @@ def search_layouts(args: PlanArgs) -> None:
 
 
 @app.command("compare", cls=PanelledCommand)
-@options_of(lambda kind: None, args=ServiceArgs)
+@options_of(title=lambda kind: None, args=ServiceArgs)
 def compare_layouts(
     args: ServiceArgs,
     layouts: Annotated[
@@ -97,7 +97,7 @@ def compare_layouts(
 
 
 @app.command("fit", cls=PanelledCommand)
-@options_of(lambda kind: None, args=FitArgs)
+@options_of(title=lambda kind: None, args=FitArgs)
 def fit(args: FitArgs) -> None:
     """Check whether a layout fits into memory, and with which memory fractions. Exit status 3: it does not fit."""
     from dsjax.plan.fit import DOES_NOT_FIT, asked, show
@@ -113,7 +113,7 @@ def fit(args: FitArgs) -> None:
 
 
 @app.command("step", cls=PanelledCommand)
-@options_of(lambda kind: None, args=StepArgs)
+@options_of(title=lambda kind: None, args=StepArgs)
 def step(args: StepArgs) -> None:
     """Predict the time of one batch on each layout, phase by phase, without modelling a service."""
     from dsjax.plan.report import show_usages
@@ -135,7 +135,7 @@ def step(args: StepArgs) -> None:
 
 
 @app.command("simulate", cls=PanelledCommand)
-@options_of(lambda kind: None, args=SimulateArgs)
+@options_of(title=lambda kind: None, args=SimulateArgs)
 def simulate(args: SimulateArgs) -> None:
     """Simulate request arrivals on the best deployment, and print latency percentiles and goodput."""
     from dsjax.plan.report import show, to_json
@@ -146,7 +146,7 @@ def simulate(args: SimulateArgs) -> None:
     if plan.best:
         skipped = 0 if at_once and args.warmup is None else args.warmup
         how = args.burstiness, args.num_prompts, args.seed, skipped, at_once
-        outcomes = simulations(plan.best, plan.question.bounds, *how)
+        outcomes = simulations(plan.best, plan.question.all_objectives, *how)
     if args.json_file is not None:
         write_json(args.json_file, to_json(plan, args.model, args.rows, outcomes))
         return
@@ -157,7 +157,7 @@ def simulate(args: SimulateArgs) -> None:
 
 
 @app.command("recipe", cls=PanelledCommand)
-@options_of(lambda kind: None, args=ServiceArgs)
+@options_of(title=lambda kind: None, args=ServiceArgs)
 def recipe(
     args: ServiceArgs,
     file: Annotated[

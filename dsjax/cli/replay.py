@@ -73,21 +73,16 @@ def replay(
 
 @dataclass
 class Report:
-    """Result of a replay.
-
-    Attributes:
-        num_uncompared: steps that were in flight when the recording ended, without recorded results.
-        first_difference: the first row with another outcome than recorded. step: the command's number. row: in the rank's command.
-        end: why the recording ended; None if it stops without an end record.
-        times: (recorded, replayed) seconds of each step, by kind of step.
-    """
+    """Result of a replay."""
 
     num_steps: int = 0
     num_tokens: int = 0
     num_differing: int = 0
-    num_uncompared: int = 0
+    num_uncompared: int = 0  # steps that were in flight when the recording ended, without recorded results
+    # the first row with another outcome than recorded, with the command's number and the row's place in the rank's command
     first_difference: str | None = None
-    end: str | None = None
+    end: str | None = None  # why the recording ended; None if it stops without an end record
+    # (recorded, replayed) seconds of each step, by kind of step
     times: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     def add(self, command: Command, recorded: Collected, replayed: Collected) -> None:

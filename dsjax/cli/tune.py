@@ -10,7 +10,7 @@ from dsjax.cli.options import options_of
 from dsjax.cli.output import INTERRUPTED
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
-from dsjax.progress import in_turn
+from dsjax.progress import track
 
 _USED = """model mesh dtype weights activation_scheme kv_cache_dtype page_size max_num_batched_tokens prefill_chunk speculative_config
     redundant_experts moe_dense_tp_size enable_dp_lm_head"""
@@ -60,7 +60,6 @@ def tune(
     config, spec = load_config(args.model), MeshSpec.parse(args.mesh)
     dtype = assembly.compute_dtype(args, config, device.platform)
     weights = assembly.weights_format(args, config, dtype)
-    config.check_priced()
     check_layout(config, spec, args.num_redundant, weights, dense_tp=args.moe_dense_tp_size)
     scheme = assembly.activation_scheme(args, config, weights, device)
     n_physical = config.n_routed_experts + args.num_redundant
@@ -70,8 +69,8 @@ def tune(
     cache_dtype = assembly.cache_dtype(args, dtype)
     heads = config.num_attention_heads // spec.tp_size
     setting = tuning.AttentionSetting(config, heads, cache_dtype, args.page_size_of(config), context)
-    drafts = args.num_drafts
-    todo += setting.find(counts, args.chunk_tokens, drafts)
+    if config.family.has_forms:  # other attention has no tile table
+        todo += setting.find(counts, args.chunk_tokens, args.num_drafts)
     table = TileTable.read(output) if output.exists() else TileTable(device.device_kind)
     if table.device != device.device_kind:
         raise UserError(
@@ -80,7 +79,7 @@ def tune(
     timer = tuning.device_timer(dtype, max(1, n_physical // spec.ep_size), setting, Budget(seconds, samples=5))
     console = Console(stderr=True)
     try:
-        table = tuning.tune(table, in_turn(console, progress, "timing cases", todo), output, timer)
+        table = tuning.tune(table, track(console, progress, "timing cases", todo), output, timer)
     except KeyboardInterrupt:
         done = TileTable.read(output).entries if output.exists() else ()
         left = sum(product not in {entry.product for entry in done} for product in todo)

@@ -20,49 +20,40 @@ KINDS = {
 }
 """Kinds of attention → transformers' `layer_types`: sliding window only; window plus overlapping compressed entries chosen by an indexer;
 window plus all non-overlapping compressed entries."""
+COMPRESSING = ("csa", "hca")
 RATES = (4, 128)
-INDEX_FORMAT = "fp4"
-"""Format to which DeepSeek's code rounds index queries and keys (`--index-scores`)."""
-REFUSED = {
-    "mla_prefill": "it has no MLA",
-    "mla_decode": "it has no MLA",
-}
-"""Engine options that V4 does not support, and why (`dsjax/engine/setup/combinations.py`)."""
+"""Tokens per compressed entry in layers of each of `COMPRESSING`."""
 _LATER = ("dspark_", "engram_", "kv_source_layer", "index_source_layer", "candidate_", "text_config", "vision_config")
 """Name prefixes of fields in later releases of the family that would change the arithmetic."""
 _INTEGERS = ("head_dim", "q_lora_rank", "o_groups", "o_lora_rank", "sliding_window", "hc_mult", "hc_sinkhorn_iters")
+"""Integers of at least 1."""
 _READ_HERE = ("intermediate_size", "layer_types", "compress_ratios", "mlp_layer_types", "num_hash_layers")
+"""Fields of `config.json` that this module translates."""
 _OWN = (*_INTEGERS, "hc_eps", "swiglu_limit")
+"""Fields of `config.json` that `DeepseekV4` keeps unchanged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DeepseekV4:
-    """Attention, residual and experts of DeepSeek-V4.
+    """Attention, residual and experts of DeepSeek-V4."""
 
-    attention: each layer's key in `KINDS`. head_dim: width of a head, and of the single key and value that all heads share; the last
-    `qk_rope_head_dim` values rotate. q_lora_rank: width of the query latent. indexer: of "csa" layers. rates: tokens per compressed
-    entry in "csa" and "hca" layers. compress_rope: rotation in "csa" and "hca" layers; window-only layers use the model's `rope`.
-    num_hash_layers: number of hash-routed layers; they come first and select experts by token id. o_groups, o_lora_rank: of the output
-    projection. hc_mult: residual streams. hc_sinkhorn_iters: iterations that make their mixing matrix doubly stochastic. hc_eps: added
-    to each divisor. first: index in the model of a stage's first layer. borders: layer indices at which a new run starts.
-    """
-
-    attention: tuple[str, ...]
-    head_dim: int
-    qk_rope_head_dim: int
-    q_lora_rank: int
-    indexer: IndexerConfig
-    o_groups: int
-    o_lora_rank: int
+    attention: tuple[str, ...]  # each layer's key in `KINDS`
+    head_dim: int  # width of a head, and of the single key and value that all heads share
+    qk_rope_head_dim: int  # how many of the last values of `head_dim` rotate
+    q_lora_rank: int  # width of the query latent
+    indexer: IndexerConfig  # of "csa" layers
+    o_groups: int  # of the output projection
+    o_lora_rank: int  # of the output projection
     sliding_window: int
-    compress_rope: RopeConfig
-    hc_mult: int
-    hc_sinkhorn_iters: int
-    hc_eps: float
-    num_hash_layers: int
+    compress_rope: RopeConfig  # rotation in "csa" and "hca" layers; window-only layers use the model's `rope`
+    hc_mult: int  # residual streams
+    hc_sinkhorn_iters: int  # iterations that make the streams' mixing matrix doubly stochastic
+    hc_eps: float  # added to each divisor
+    num_hash_layers: int  # hash-routed layers; they come first and select experts by token id
     swiglu_limit: float
-    rates: tuple[int, int] = RATES
-    first: int = 0
+    rates: tuple[int, int] = RATES  # tokens per compressed entry in "csa" and "hca" layers
+    first: int = 0  # index in the model of a stage's first layer
+    # layers at which another run starts, to name stacks as a stage does; empty in a `part`
     borders: tuple[int, ...] = ()
 
     def __post_init__(self):
@@ -72,8 +63,8 @@ class DeepseekV4:
         check_integer("num_hash_layers", self.num_hash_layers, least=0)
         check_number("hc_eps", self.hc_eps, least=0)
         check_number("swiglu_limit", self.swiglu_limit, least=0, above=True)
-        for name, rate in zip(("csa", "hca"), self.rates, strict=True):
-            check_integer(f"compress_rates.{KINDS[name]}", rate, least=2)
+        for kind in COMPRESSING:
+            check_integer(f"compress_rates.{KINDS[kind]}", self.rate(kind), least=2)
         if self.rates[1] % self.rates[0]:
             raise reject(
                 "compress_rates",
@@ -90,21 +81,45 @@ class DeepseekV4:
 
     @property
     def qk_head_dim(self) -> int:
-        """Query, key and value width per head."""
+        """Query and key width per head."""
         return self.head_dim
 
+    # The key that all heads share is also the value, and the cached latent.
     v_head_dim = latent_dim = qk_head_dim
+
+    kinds = tuple(KINDS)
+    index_format = "fp4"
 
     def rate(self, attention: str) -> int | None:
         """Return the tokens per compressed entry; None for window-only layers."""
-        return dict(zip(("csa", "hca"), self.rates, strict=True)).get(attention)
+        return dict(zip(COMPRESSING, self.rates, strict=True)).get(attention)
+
+    def compressors(self, kind: str) -> tuple[tuple[int, int, int], ...]:
+        """Return (entry width, number of series, rate) of each compressor of a layer."""
+        widths = {"csa": (self.head_dim, self.indexer.head_dim), "hca": (self.head_dim,)}.get(kind, ())
+        return tuple((width, 2 if kind == "csa" else 1, self.rate(kind)) for width in widths)
+
+    def weights(self, kind: str, heads: int, width: int, tp: int) -> tuple[list[tuple[int, int]], int, int]:
+        """See `MlaConfig.weights`. float32: sinks, and the compressors' biases."""
+        query, head, inner = self.q_lora_rank, self.head_dim, self.o_groups * self.o_lora_rank // tp
+        matrices = [(width, query), (query, heads * head // tp), (width, head)]
+        matrices += [(heads * head // self.o_groups, inner), (inner, width)]
+        others, in_float32 = query + head, heads // tp
+        for entry, series, rate in self.compressors(kind):
+            in_float32 += rate * series * entry
+            others += 2 * width * series * entry + entry
+        if kind == "csa":
+            matrices.append((query, self.indexer.n_heads * self.indexer.head_dim))
+            others += width * self.indexer.n_heads
+        return matrices, others + in_float32, in_float32
 
     @property
     def layer_runs(self) -> tuple[LayerRun, ...]:
         """The layers by kind. Flash: two window-only layers, one hash-routed layer, then the two other kinds interleaved 20 times."""
         mlps = ["hash" if layer < self.num_hash_layers else "moe" for layer in range(len(self.attention))]
-        layers, ends = list(zip(self.attention, mlps, strict=True)), (0, *self.borders, len(mlps))
-        return tuple(run for at, end in pairwise(ends) for run in in_runs(layers[at:end], self.first + at))
+        layers = list(zip(self.attention, mlps, strict=True))
+        borders = (0, *self.borders, len(mlps))
+        return tuple(run for begin, end in pairwise(borders) for run in in_runs(layers[begin:end], self.first + begin))
 
     def part(self, first: int, layers: int) -> DeepseekV4:
         """Return the configuration of only these layers. Their stacks keep the names that they have in the whole model."""
@@ -125,7 +140,7 @@ class DeepseekV4:
             **self.indexer.to_dict(),
             "layer_types": [KINDS[kind] for kind in self.attention],
             "mlp_layer_types": ["hash_moe"] * self.num_hash_layers + ["moe"] * (layers - self.num_hash_layers),
-            "compress_rates": dict(zip((KINDS["csa"], KINDS["hca"]), self.rates, strict=True)),
+            "compress_rates": {KINDS[kind]: self.rate(kind) for kind in COMPRESSING},
         }
 
 
@@ -154,11 +169,7 @@ def read_v4(raw: Mapping[str, Any]) -> tuple[dict[str, Any], DeepseekV4]:
         raise reject("num_key_value_heads", "several", "1: all heads share one key, which is the value, too")
     if raw.get("norm_topk_prob", True) is not True:
         raise reject("norm_topk_prob", raw["norm_topk_prob"], "true: the weights of the chosen experts are normalised")
-    given = dict(check_mapping("compress_rates", raw.pop("compress_rates", None) or {}))
-    given |= {
-        KINDS[name]: raw.pop(f"compress_rate_{name}") for name in ("csa", "hca") if f"compress_rate_{name}" in raw
-    }
-    rates = tuple(given.get(KINDS[name], rate) for name, rate in zip(("csa", "hca"), RATES, strict=True))
+    rates = _read_rates(raw)
     main, compress = _ropes(raw)
     experts = raw.pop("expert_dtype", None)
     if experts is not None and raw.get("quantization_config") is not None:
@@ -166,30 +177,45 @@ def read_v4(raw: Mapping[str, Any]) -> tuple[dict[str, Any], DeepseekV4]:
             "expert_dtype": experts,
             **check_mapping("quantization_config", raw["quantization_config"]),
         }
-    attention, hashed = _attention(raw, layers), _hash_layers(raw, layers)
-    own = {name: required(raw, name) for name in _OWN} | {"qk_rope_head_dim": rotated}
-    own |= {"compress_rope": compress, "num_hash_layers": hashed, "rates": rates}
-    fields = DeepseekV4(attention, **own, indexer=IndexerConfig.read(raw))
+    fields = DeepseekV4(
+        attention=_attention(raw, layers),
+        num_hash_layers=_hash_layers(raw, layers),
+        qk_rope_head_dim=rotated,
+        compress_rope=compress,
+        rates=rates,
+        indexer=IndexerConfig.read(raw),
+        **{name: required(raw, name) for name in _OWN},
+    )
     shared = {key: value for key, value in raw.items() if key not in (*_OWN, *_READ_HERE, *INDEXER_KEYS)}
-    shared |= {"intermediate_size": required(raw, "moe_intermediate_size"), "rope_parameters": main}
-    return {**shared, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}, fields
+    # The other families have dense layers and choose experts by groups; V4 has neither, so give values that stand for none.
+    shared |= {"intermediate_size": required(raw, "moe_intermediate_size"), "first_k_dense_replace": 0}
+    shared |= {"n_group": 1, "topk_group": 1, "rope_parameters": main}
+    return shared, fields
+
+
+def _read_rates(raw: dict[str, Any]) -> tuple[int, int]:
+    """Remove and return the compression rates: transformers' `compress_rates` by layer type, or `compress_rate_csa` and `…_hca`."""
+    rates = dict(check_mapping("compress_rates", raw.pop("compress_rates", None) or {}))
+    for kind in COMPRESSING:
+        if f"compress_rate_{kind}" in raw:
+            rates[KINDS[kind]] = raw.pop(f"compress_rate_{kind}")
+    return tuple(rates.get(KINDS[kind], default) for kind, default in zip(COMPRESSING, RATES, strict=True))
 
 
 def _attention(raw: Mapping[str, Any], layers: int) -> tuple[str, ...]:
     """Return each layer's kind of attention, from `layer_types` or DeepSeek's `compress_ratios`, which ends with the MTP module's."""
-    named, names = "layer_types", {theirs: ours for ours, theirs in KINDS.items()}
-    if raw.get(named) is None:
-        named, names = "compress_ratios", {0: "window", **dict(zip(RATES, ("csa", "hca"), strict=True))}
-    types = required(raw, named)
-    if named == "compress_ratios" and isinstance(types, Sequence) and any(types[layers:]):
-        raise reject(named, list(types[layers:]), "0 behind the model's own layers: the MTP module has a window alone")
-    if (
-        not isinstance(types, Sequence)
-        or len(types) < layers
-        or any(kind not in tuple(names) for kind in types[:layers])
-    ):
-        raise reject(named, types, f"{layers} of {', '.join(map(str, names))}")
-    return tuple(names[kind] for kind in types[:layers])
+    field = "layer_types" if raw.get("layer_types") is not None else "compress_ratios"
+    if field == "layer_types":
+        kinds = {layer_type: kind for kind, layer_type in KINDS.items()}
+    else:
+        kinds = {0: "window", **dict(zip(RATES, COMPRESSING, strict=True))}
+    values = required(raw, field)
+    if field == "compress_ratios" and isinstance(values, Sequence) and any(values[layers:]):
+        raise reject(field, list(values[layers:]), "0 after the model's own layers: the MTP module has a window alone")
+    is_complete = isinstance(values, Sequence) and len(values) >= layers
+    if not is_complete or any(value not in tuple(kinds) for value in values[:layers]):
+        raise reject(field, values, f"{layers} of {', '.join(map(str, kinds))}")
+    return tuple(kinds[value] for value in values[:layers])
 
 
 def _hash_layers(raw: Mapping[str, Any], layers: int) -> int:
@@ -204,18 +230,21 @@ def _hash_layers(raw: Mapping[str, Any], layers: int) -> int:
 
 
 def _ropes(raw: dict[str, Any]) -> tuple[dict[str, Any], RopeConfig]:
-    """Return the rotation of window-only layers, as `read_rope` input, and of compressing layers, without YaRN's sin and cos scaling."""
+    """Return the rotation of window-only layers, as `read_rope` input, and of compressing layers."""
     given = check_mapping("rope_parameters", raw.pop("rope_parameters", None) or {})
     scaling = check_mapping("rope_scaling", raw.pop("rope_scaling", None) or {})
-    theta, compress_theta = raw.pop("rope_theta", 10_000.0), raw.pop("compress_rope_theta", 160_000.0)
+    theta = raw.pop("rope_theta", 10_000.0)
+    compress_theta = raw.pop("compress_rope_theta", 160_000.0)
     if "main" in given and "compress" in given:
         main, compress = (check_mapping(f"rope_parameters.{name}", given[name]) for name in ("main", "compress"))
     else:
-        main, compress = {"rope_theta": theta}, {**(given or scaling), "rope_theta": compress_theta}
+        main = {"rope_theta": theta}
+        compress = {**(given or scaling), "rope_theta": compress_theta}
     main, compress = (
-        {key: value for key, value in one.items() if key != "partial_rotary_factor"} for one in (main, compress)
+        {key: value for key, value in fields.items() if key != "partial_rotary_factor"} for fields in (main, compress)
     )
-    rope = read_rope({"rope_parameters": compress})
-    if rope.type == "yarn" and rope.attention_factor is None:
-        rope = dataclasses.replace(rope, attention_factor=1.0)
-    return main, rope
+    compress_rope = read_rope({"rope_parameters": compress})
+    if compress_rope.type == "yarn" and compress_rope.attention_factor is None:
+        # V4 does not scale sin and cos, as YaRN does by default.
+        compress_rope = dataclasses.replace(compress_rope, attention_factor=1.0)
+    return main, compress_rope

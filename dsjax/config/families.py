@@ -14,6 +14,7 @@ class Family:
     index_interleave: the indexer rotates pairs (0, 1), (2, 3), …; otherwise (0, O/2), ….
     always_interleaved: MLA rotates interleaved pairs regardless of `rope_interleave`.
     requires_mlp_list: transformers' class reads only `mlp_layer_types` and ignores `first_k_dense_replace`.
+    has_forms: its attention is MLA, which has several forms; other attention has one.
     defaults: defaults of fields missing from `config.json` that differ from `ModelConfig`'s.
     """
 
@@ -23,6 +24,7 @@ class Family:
     index_interleave: bool = False
     always_interleaved: bool = False
     requires_mlp_list: bool = False
+    has_forms: bool = True
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def matches(self, attention: Any) -> bool:
@@ -45,6 +47,7 @@ FAMILIES = {
         sparse=True,
         index_interleave=True,
         always_interleaved=True,
+        has_forms=False,
         defaults={"scoring_func": "sqrtsoftplus"},
     ),
     "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", requires_mlp_list=True, defaults={"first_k_dense_replace": 1}),

@@ -27,9 +27,9 @@ METHODS = ("modelopt", "modelopt_fp4", "compressed-tensors", "quark", "mxfp4")
 
 @dataclasses.dataclass(frozen=True)
 class FP4Quantization:
-    """A method of `METHODS`. fields: the whole `quantization_config`, written back unchanged."""
+    """A method of `METHODS`."""
 
-    fields: Mapping[str, Any] = dataclasses.field(hash=False)
+    fields: Mapping[str, Any] = dataclasses.field(hash=False)  # the whole `quantization_config`, written back unchanged
     scale_fmt: str | None = None
     """Format of activation scales, as in `QuantizationConfig`; always None, since these methods have no such field."""
 

@@ -83,7 +83,8 @@ def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def read_fields(config: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments for `ModelConfig`. Raises `ConfigError`; warns about unknown keys."""
-    raw, v4 = without_aliases(raw), None
+    raw = without_aliases(raw)
+    v4 = None
     if str(raw.get("model_type")).startswith("deepseek_v4"):
         raw, v4 = read_v4(raw)
     needed, optional = _same_named_fields(config)

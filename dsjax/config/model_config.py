@@ -21,7 +21,7 @@ from dsjax.config.hugging_face import read_fields, text_part, write_fields
 from dsjax.config.layers import LayerKind, LayerRun
 from dsjax.config.quantization import Quantization
 from dsjax.config.rope import RopeConfig
-from dsjax.errors import ConfigError, UserError, why_unreadable
+from dsjax.errors import ConfigError, why_unreadable
 
 # Minimum value of each integer field.
 _INTEGERS = {
@@ -231,13 +231,18 @@ class ModelConfig:
         runs = LayerRun((dense,), self.num_dense_layers), LayerRun((moe,), self.num_moe_layers)
         return tuple(run for run in runs if run.count)
 
-    def check_priced(self) -> None:
-        """Raise `UserError` if module benchmarks cannot time the model's layers yet."""
-        if self.v4 is not None:
-            raise UserError(
-                "deepseek_v4 models cannot be timed by their modules yet: dsjax bench modules and tune run MLA's. dsjax dryrun and "
-                "plan have their bytes, operations and times: see docs/deepseek-v4.md"
-            )
+    def part(self, first: int, layers: int) -> "ModelConfig":
+        """Return the configuration of `layers` of the model's layers, from `first` on. Only their number and their attention change."""
+        return dataclasses.replace(self, num_hidden_layers=layers, v4=self.v4 and self.v4.part(first, layers))
+
+    def split_at(self, *borders: int) -> "ModelConfig":
+        """Return the same model with stacks split at these layers, as stages split them, if stacks are named by their first layer."""
+        return dataclasses.replace(self, v4=self.v4 and dataclasses.replace(self.v4, borders=borders))
+
+    def with_layers(self, attention: str, layers: int) -> "ModelConfig":
+        """Return the configuration of a model with only `layers` layers of this kind of attention, and without MTP modules."""
+        v4 = self.v4 and dataclasses.replace(self.v4, attention=(attention,) * layers, num_hash_layers=0)
+        return dataclasses.replace(self, num_hidden_layers=layers, num_nextn_predict_layers=0, v4=v4)
 
     @property
     def experts_per_group(self) -> int:
@@ -268,6 +273,8 @@ class ModelConfig:
         return write_fields(self)
 
 
+INDEX_FORMATS = (MlaConfig.index_format, DeepseekV4.index_format)
+"""Formats to which DeepSeek's code rounds index queries and keys (`--index-scores`)."""
 MOST_BYTES = 10_000_000
 """Maximum bytes that `load_config` reads, so that it does not read a device or a weights file to the end."""
 

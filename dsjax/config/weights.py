@@ -19,20 +19,15 @@ FP8_BLOCK = 128
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Format of a model's matrices.
+    """Format of a model's matrices."""
 
-    name: the ``--weights`` value. experts, others: format of the routed experts' matrices and of all others: ``f32``, ``bf16`` or ``fp8``;
-    experts may also have a packed format. packed: that format. serves: whether ``dsjax serve`` accepts the name; ``auto`` chooses the
-    others. converts: whether ``dsjax convert`` writes it. listed: whether ``dsjax info`` shows its bytes.
-    """
-
-    name: str
-    experts: str
-    others: str
-    packed: PackedFormat | None = None
-    serves: bool = False
-    converts: bool = False
-    listed: bool = False
+    name: str  # the ``--weights`` value
+    experts: str  # format of the routed experts' matrices: ``f32``, ``bf16``, ``fp8`` or a packed format
+    others: str  # format of all other matrices: ``f32``, ``bf16`` or ``fp8``
+    packed: PackedFormat | None = None  # packed format of the experts, if they have one
+    serves: bool = False  # whether ``dsjax serve`` accepts the name; ``auto`` chooses the others
+    converts: bool = False  # whether ``dsjax convert`` writes it
+    listed: bool = False  # whether ``dsjax info`` shows its bytes
 
     @property
     def keeps_fp8(self) -> bool:

@@ -62,7 +62,8 @@ def dry_run_apart(
         raise UserError("--timeline needs an accelerator's schedule and figures; give a --target such as h200")
     config = load_config(args.engine.model)
     args = within_positions(args, config)
-    spec, experts = MeshSpec.parse(args.engine.mesh), expert_spec(args.engine)
+    spec = MeshSpec.parse(args.engine.mesh)
+    experts = expert_spec(args.engine)
     weights = "bf16" if args.engine.weights == "auto" else args.engine.weights
     check_layout(config, spec, args.engine.num_redundant, weights, experts, args.engine.moe_dense_tp_size)
     sides = _Sides.of(args.target, expert_target, spec, experts, cluster)
@@ -74,9 +75,8 @@ def dry_run_apart(
     programs, passes = reader.read()
     played = None
     if timeline:
-        before = [one.report.timeline.step * one.times for one in programs if not one.in_turn]
+        before = [program.report.timeline.step * program.times for program in programs if not program.in_turn]
         played = ApartTimeline.of(before, passes, sides.attention, sides.experts)
-    made = [one for _, one in compiled.pieces] + list(compiled.experts.programs.values())
     return ApartReport(
         request=_request(args, compiled, sides, expert_target),
         hardware=(sides.hardware, sides.expert_hardware),
@@ -90,7 +90,9 @@ def dry_run_apart(
         assumptions=dict(TEXT),
         notes=tuple(_notes(sides)),
         seconds={
-            "lower and compile": sum(one.compile_seconds + one.lower_seconds for one in made),
+            "lower and compile": sum(
+                program.compile_seconds + program.lower_seconds for program in compiled.experts.programs.values()
+            ),
             "read": time.perf_counter() - started,
         },
     )
@@ -98,29 +100,30 @@ def dry_run_apart(
 
 @dataclass(frozen=True)
 class _Sides:
-    """Devices of both sides. attention, experts: their hosts and network; None on the CPU target."""
+    """Devices of both sides."""
 
     spec: MeshSpec
     expert_spec: MeshSpec
     hardware: Hardware | None
     expert_hardware: Hardware | None
-    attention: Cluster | None
-    experts: Cluster | None
+    attention: Cluster | None  # the attention side's hosts and network; None on the CPU target
+    experts: Cluster | None  # the expert side's; None on the CPU target
 
     @classmethod
     def of(cls, target: str, expert_target: str, spec: MeshSpec, experts: MeshSpec, cluster: str | None) -> _Sides:
         if target == "cpu":
-            return cls(spec, experts, None, None, target_cluster(None, cluster, 0), None)  # raises on a named cluster
+            own_cluster = target_cluster(hardware=None, name=cluster, devices=0)  # raises on a named cluster
+            return cls(spec, experts, None, None, own_cluster, None)
         hardware, expert_hardware = load_hardware(target), load_hardware(expert_target)
-        alike = target == expert_target
-        devices = spec.num_devices + (experts.num_devices if alike else 0)
+        is_one_kind = target == expert_target
+        devices = spec.num_devices + (experts.num_devices if is_one_kind else 0)
         return cls(
             spec,
             experts,
             hardware,
             expert_hardware,
             target_cluster(hardware, cluster, devices),
-            target_cluster(expert_hardware, cluster if alike else None, experts.num_devices),
+            target_cluster(expert_hardware, cluster if is_one_kind else None, experts.num_devices),
         )
 
     @property
@@ -152,9 +155,9 @@ class _Sides:
             devices = list(target_devices(self.hardware, first + second))
             return self.spec.arrange(devices[:first]), self.expert_spec.arrange(devices[first : first + second])
         own = second // self.processes
-        here = list(target_devices(self.hardware, first))[:first]
-        there = list(target_devices(self.expert_hardware, own))[:own]
-        return self.spec.arrange(here), MeshSpec(dp_size=own).arrange(there)
+        attention_devices = list(target_devices(self.hardware, first))[:first]
+        expert_devices = list(target_devices(self.expert_hardware, own))[:own]
+        return self.spec.arrange(attention_devices), MeshSpec(dp_size=own).arrange(expert_devices)
 
 
 @dataclass(frozen=True)
@@ -169,59 +172,69 @@ class _Reader:
     def read(self) -> tuple[list[SideProgram], list[Pass]]:
         """Return all programs of a step, and its passes through MoE layers, each with its programs."""
         compiled = self.compiled
-        pieces = [
-            SideProgram(f"{name}: {place}", "attention", 1, False, program, self._attention(program))
-            for name, place, program in _named_pieces(compiled)
+        outer_programs = [
+            SideProgram(
+                f"{name}: {place}",
+                "attention",
+                times=1,
+                in_turn=False,
+                program=program,
+                report=self._attention(program),
+            )
+            for name, place, program in _named_outer_programs(compiled)
         ]
         layer_programs: dict[int, SideProgram] = {}
         passes = []
-        for layer_passes, compiled_pass in compiled.passes:
+        for layer_passes, compiled_pass in compiled.experts.passes:
             kinds = compiled_pass.kinds
             of_kind = [[] for _ in range(kinds)]
-            for place, (through, programs) in enumerate(zip(layer_passes, compiled_pass.programs, strict=True)):
-                half, halves = place // kinds, len(layer_passes) // kinds
+            for place, (layer_pass, programs) in enumerate(zip(layer_passes, compiled_pass.programs, strict=True)):
+                half = place // kinds
+                halves = len(layer_passes) // kinds
                 by_name = {
-                    name: self._of_layer(layer_programs, getattr(programs, name), name, through, half, halves)
+                    name: self._of_layer(layer_programs, getattr(programs, name), name, layer_pass, half, halves)
                     for name in ("attend", "share", "receive")
                 }
                 by_name["compute"] = self._of_layer(
-                    layer_programs, programs.way.program, "compute", through, half, halves
+                    layer_programs, programs.way.program, "compute", layer_pass, half, halves
                 )
                 for name in ("pack", "keep", "receive") if programs.further else ():
                     run = getattr(programs.further, name)
-                    self._of_layer(layer_programs, run, f"further rounds, {name}", through, half, halves, 0)
-                of_kind[through.kind].append((by_name, programs.way.between))
-            passes += [Pass(layer_passes[0].layers, tuple(halves)) for halves in of_kind]
-        return [*pieces, *layer_programs.values()], passes
+                    self._of_layer(layer_programs, run, f"further rounds, {name}", layer_pass, half, halves, 0)
+                of_kind[layer_pass.kind].append((by_name, programs.way.between))
+            passes += [Pass(layer_passes[0].num_layers, tuple(halves)) for halves in of_kind]
+        return [*outer_programs, *layer_programs.values()], passes
 
     def _of_layer(
         self,
         analysed: dict[int, SideProgram],
         run: jax.stages.Compiled,
         name: str,
-        through: LayerPass,
+        layer_pass: LayerPass,
         half: int,
         halves: int,
-        each: int = 1,
+        runs: int = 1,
     ) -> SideProgram:
-        """Analyse a layer's program once, and add its runs; equal passes share a program. each: runs per layer."""
-        program = self.compiled.program(run)
+        """Analyse a layer's program once, and add its runs; equal passes share a program. runs: runs per layer."""
+        program = self.compiled.experts.programs[id(run)]
         if id(program) not in analysed:
-            title = f"{through.stack}: {name}" + (f", micro-batch {half + 1}" if halves > 1 else "")
+            title = f"{layer_pass.stack}: {name}" + (f", micro-batch {half + 1}" if halves > 1 else "")
             side = "experts" if name == "compute" else "attention"
-            report = self._experts(program, through) if side == "experts" else self._attention(program)
-            analysed[id(program)] = SideProgram(title, side, 0, True, program, report)
-        analysed[id(program)].times += each * through.layers
+            report = self._experts(program, layer_pass) if side == "experts" else self._attention(program)
+            analysed[id(program)] = SideProgram(title, side, times=0, in_turn=True, program=program, report=report)
+        analysed[id(program)].times += runs * layer_pass.num_layers
         return analysed[id(program)]
 
     def _attention(self, program: CompiledProgram) -> ProgramReport:
-        return self._analyse(program, self.compiled.step.mesh, self.sides.attention, None, 0.0)
+        return self._analyse(program, self.compiled.step.mesh, self.sides.attention, experts=None, flops=0.0)
 
-    def _experts(self, program: CompiledProgram, through: LayerPass) -> ProgramReport:
+    def _experts(self, program: CompiledProgram, layer_pass: LayerPass) -> ProgramReport:
         step, side = self.compiled.step, self.compiled.experts
-        config, devices = step.config, side.spec.num_devices
-        tokens = through.shape[0] * through.shape[1]
-        top_k, physical = config.num_experts_per_tok, step.placement.n_physical
+        config = step.config
+        devices = side.spec.num_devices
+        tokens = layer_pass.shape[0] * layer_pass.shape[1]
+        top_k = config.num_experts_per_tok
+        physical = step.placement.n_physical
         even = EvenExperts(
             platform=side.mesh.devices.flat[0].platform,
             mean_load=tokens * top_k / physical,
@@ -243,10 +256,10 @@ def near(machines: Cluster | None) -> int:
     return machines.domain if machines else CPU_HOST_DEVICES
 
 
-def _named_pieces(compiled: ApartStep) -> Iterator[tuple[str, str, CompiledProgram]]:
+def _named_outer_programs(compiled: ApartStep) -> Iterator[tuple[str, str, CompiledProgram]]:
     """Yield (name, position, program) for each program outside the MoE layers."""
-    for name in dict.fromkeys(name for name, _ in compiled.pieces):
-        first, *others = [program for piece, program in compiled.pieces if piece == name]
+    for name in dict.fromkeys(name for name, _ in compiled.outer_programs):
+        first, *others = [program for part, program in compiled.outer_programs if part == name]
         yield name, "before the layers", first
         for number, program in enumerate(others, 1):
             yield name, "behind them" if number == len(others) else "between passes", program
@@ -262,7 +275,7 @@ def _parameters(compiled: ApartStep) -> dict[str, int]:
 
 def _request(args: DryRunArgs, compiled: ApartStep, sides: _Sides, expert_target: str) -> dict[str, object]:
     step = compiled.step
-    between = compiled.passes[0][1].programs[0].way.between
+    between = compiled.experts.passes[0][1].programs[0].way.between
     return {
         "model": args.engine.model,
         "attention_mesh": str(step.spec),
@@ -273,7 +286,9 @@ def _request(args: DryRunArgs, compiled: ApartStep, sides: _Sides, expert_target
         "platform": step.mesh.devices.flat[0].platform,
         "processes": 1 if sides.one_process else sides.attention_processes + sides.processes,
         **shape_fields(args, compiled.shape),
-        "micro_batches": max(len(one) // made.kinds for one, made in compiled.passes),
+        "micro_batches": max(
+            len(layer_passes) // compiled_pass.kinds for layer_passes, compiled_pass in compiled.experts.passes
+        ),
         **format_fields(args, step),
         "kernels": step.implementations,
         "dispatch": "apart",

@@ -16,20 +16,15 @@ from dsjax.model.parameters import device_bytes
 
 @dataclass(frozen=True)
 class SideMemory:
-    """Bytes of one device of a side.
+    """Bytes of one device of a side."""
 
-    weights: by component. cache, state, inputs: as in `DeviceMemory`; 0 on the expert side. travelling: buffers between a layer's programs
-    (rows to send and received answers), for all micro-batches. temporaries: of the most demanding program. outputs: of the programs
-    outside the layers, except the cache.
-    """
-
-    weights: Mapping[str, int]
-    cache: int
+    weights: Mapping[str, int]  # by component
+    cache: int  # 0 on the expert side, as are the next two; all three as in `DeviceMemory`
     state: int
     inputs: int
-    travelling: int
-    temporaries: int
-    outputs: int
+    travelling: int  # buffers between a layer's programs (rows to send and received answers), for all micro-batches
+    temporaries: int  # of the most demanding program
+    outputs: int  # of the programs outside the layers, except the cache
 
     @property
     def weight_bytes(self) -> int:
@@ -47,19 +42,20 @@ def attention_memory(compiled: ApartStep) -> SideMemory:
     """Return the memory of an attention device."""
     layer_programs: list[jax.stages.Compiled] = []
     pass_buffers: list[int] = []
-    for _, compiled_pass in compiled.passes:
+    for _, compiled_pass in compiled.experts.passes:
         buffers = 0
         for programs in compiled_pass.programs:
-            between, further = programs.way.between, programs.further
+            between = programs.way.between
+            further = programs.further
             buffers += _output_bytes(programs.attend) + _output_bytes(programs.share)
             buffers += sum(_device_bytes(array) for array in between.described_returns)
             layer_programs += [programs.attend, programs.share, programs.receive]
             if further:
                 # Terms of further rounds and their initial values, allocated for every shape.
-                buffers += 2 * _device_bytes(between.described_kept)
+                buffers += 2 * _device_bytes(between.described_terms)
                 layer_programs += [further.pack, further.keep, further.receive]
         pass_buffers.append(buffers)
-    outer_programs = [program.compiled for _, program in compiled.pieces]
+    outer_programs = [program.compiled for _, program in compiled.outer_programs]
     return SideMemory(
         weights=device_bytes(compiled.params),
         cache=sum(device_bytes(compiled.state.cache).values()),
@@ -75,7 +71,7 @@ def expert_memory(compiled: ApartStep) -> SideMemory:
     """Return the memory of an expert device."""
     expert_programs: list[jax.stages.Compiled] = []
     pass_buffers: list[int] = []
-    for _, compiled_pass in compiled.passes:
+    for _, compiled_pass in compiled.experts.passes:
         micro_batches = []
         for programs in compiled_pass.programs:
             between, program = programs.way.between, programs.way.program

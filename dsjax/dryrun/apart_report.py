@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from dsjax.dryrun.apart_compilation import ApartStep
 from dsjax.dryrun.apart_memory import SideMemory
 from dsjax.dryrun.apart_timeline import ApartTimeline
+from dsjax.dryrun.report import memory_json
 from dsjax.dryrun.side_program import SideProgram
 from dsjax.hardware import Hardware
 from sharding.dispatch.between import Between
@@ -19,28 +20,24 @@ from sharding.dispatch.between import Between
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes sent between the sides in a step.
+    """Bytes sent between the sides in a step."""
 
-    connections: number of connections from all attention processes to all expert processes, through host memory; 0 where rows and answers
-    go from device to device.
-    rows, capacity: an attention device's rows in the first pass, and its room for rows to one expert device. needed: fraction of the rows
-    that even routing sends to one expert device. wires: row format (`bfloat16` or another compute dtype, and `fp8`) → bytes.
-    chosen: the compiled format.
-    """
-
+    # number of connections from all attention processes to all expert processes, through host memory; 0 where rows and answers go from
+    # device to device
     connections: int
-    rows: int
-    capacity: int
-    chosen: str
-    needed: float
-    wires: Mapping[str, Mapping[str, int]]
+    rows: int  # an attention device's rows in the first pass
+    capacity: int  # an attention device's room for rows to one expert device
+    chosen: str  # the compiled format
+    needed: float  # fraction of the rows that even routing sends to one expert device
+    wires: Mapping[str, Mapping[str, int]]  # row format (`bfloat16` or another compute dtype, and `fp8`) → bytes
 
     @classmethod
     def of(cls, compiled: ApartStep, connections: int) -> Links:
         """Add up the exchanges of all passes."""
-        step, exchanges = compiled.step, []
-        for passes, made in compiled.passes:
-            exchanges += [(one.way.between, passes[0].layers) for one in made.programs]
+        step = compiled.step
+        exchanges = []
+        for passes, compiled_pass in compiled.experts.passes:
+            exchanges += [(program.way.between, passes[0].num_layers) for program in compiled_pass.programs]
         plain = str(step.dtype)
         wires = {}
         for name, fp8 in ((plain, False), ("fp8", True)):
@@ -49,7 +46,8 @@ class Links:
                 for key, size in exchange_bytes(between, fp8, connections).items():
                     sizes[key] = sizes.get(key, 0) + layers * size
             wires[name] = sizes
-        first, chosen = exchanges[0][0], "fp8" if step.dispatch.wire == "fp8" else plain
+        first = exchanges[0][0]
+        chosen = "fp8" if step.dispatch.wire == "fp8" else plain
         return cls(connections, first.rows, first.capacity, chosen, needed_share(first), wires)
 
     def to_json(self) -> dict[str, Any]:
@@ -65,7 +63,8 @@ def needed_share(between: Between) -> float:
 def exchange_bytes(between: Between, fp8: bool, connections: int) -> dict[str, int]:
     """Return the bytes of one exchange per device and direction, and per connection (no empty rows; even routing)."""
     wire = dataclasses.replace(between.wire, fp8=fp8)
-    row, answer = wire.row_bytes, between.columns * wire.width * jnp.dtype(wire.dtype).itemsize
+    row = wire.row_bytes
+    answer = between.columns * wire.width * jnp.dtype(wire.dtype).itemsize
     senders, receivers, cells = between.senders, between.group.size, between.capacity
     sizes = {
         "attention_device_sends": receivers * cells * row,
@@ -81,22 +80,17 @@ def exchange_bytes(between: Between, fp8: bool, connections: int) -> dict[str, i
 
 @dataclass(frozen=True, kw_only=True)
 class ApartReport:
-    """All figures of one dry run. Bytes and operations are per device.
+    """All figures of one dry run. Bytes and operations are per device."""
 
-    request: the compiled options, with defaults filled in. hardware: of the two sides; None on the CPU target. attention, experts: memory
-    of a device of each side. cache_tokens: usable slots of a DP rank's cache. programs: all programs of a step, on both sides. timeline:
-    the simulated step of both sides; None if not requested.
-    """
-
-    request: dict[str, Any]
-    hardware: tuple[Hardware | None, Hardware | None]
+    request: dict[str, Any]  # the compiled options, with defaults filled in
+    hardware: tuple[Hardware | None, Hardware | None]  # of the two sides; None on the CPU target
     parameters: dict[str, int]
-    attention: SideMemory
-    experts: SideMemory
-    cache_tokens: int
-    programs: tuple[SideProgram, ...]
+    attention: SideMemory  # memory of an attention device
+    experts: SideMemory  # memory of an expert device
+    cache_tokens: int  # usable slots of a DP rank's cache
+    programs: tuple[SideProgram, ...]  # all programs of a step, on both sides
     links: Links
-    timeline: ApartTimeline | None
+    timeline: ApartTimeline | None  # the simulated step of both sides; None if not requested
     assumptions: dict[str, str]
     notes: tuple[str, ...]
     seconds: dict[str, float]
@@ -119,18 +113,9 @@ class ApartReport:
         return {
             **self.request,
             "parameters": {**self.parameters, "total": sum(self.parameters.values())},
-            "device_bytes": {
-                name: {
-                    **vars(memory),
-                    "weights": dict(memory.weights),
-                    "weights_total": memory.weight_bytes,
-                    "total": memory.total,
-                    "memory": hardware.memory_bytes if hardware else None,
-                }
-                for name, memory, hardware in sides
-            },
+            "device_bytes": {name: memory_json(memory, hardware) for name, memory, hardware in sides},
             "cache_tokens": self.cache_tokens,
-            "programs": [one.to_json() for one in self.programs],
+            "programs": [program.to_json() for program in self.programs],
             "links": self.links.to_json(),
             "timeline": self.timeline.to_json() if self.timeline else None,
             "assumptions": self.assumptions,

@@ -7,8 +7,9 @@ from rich.table import Table
 
 from dsjax.dryrun.apart_report import ApartReport
 from dsjax.dryrun.apart_timeline import ApartTimeline
-from dsjax.dryrun.tables import size_text, table_of
+from dsjax.dryrun.tables import show_notes, size_text
 from dsjax.plan.figure import Kind
+from dsjax.tables import table_of
 
 _LINKS = {
     "attention_device_sends": "an attention device sends",
@@ -33,15 +34,7 @@ def show_apart(console: Console, report: ApartReport) -> None:
         console.print(table)
     if report.timeline:
         console.print(_timeline(report.timeline))
-    for assumption in report.assumptions.values():
-        console.print(f"[dim]assumed: {assumption}[/dim]", highlight=False)
-    for one in report.timeline.assumed if report.timeline else ():
-        console.print(
-            f"[dim]assumed: {one.name} {one.value:.4g} ({one.low:.4g} – {one.high:.4g}): {one.source}[/dim]",
-            highlight=False,
-        )
-    for note in report.notes:
-        console.print(f"[dim]note: {note}[/dim]", highlight=False)
+    show_notes(console, report, report.timeline.assumed if report.timeline else ())
 
 
 def _memory(report: ApartReport) -> Table:
@@ -65,17 +58,17 @@ def _memory(report: ApartReport) -> Table:
     table.add_section()
     table.add_row("all", *(f"{side.total:,}" for side in sides))
     if report.hardware[0]:
-        table.add_row("of the device", *(f"{one.memory_bytes:,}" for one in report.hardware))
+        table.add_row("of the device", *(f"{hardware.memory_bytes:,}" for hardware in report.hardware))
         used = []
-        for side, one in zip(sides, report.hardware, strict=True):
-            share = side.total / one.memory_bytes
+        for side, hardware in zip(sides, report.hardware, strict=True):
+            share = side.total / hardware.memory_bytes
             used.append(f"[{'green' if share <= 1 else 'bold red'}]{share:.1%}[/]")
         table.add_row("used", *used)
     return table
 
 
 def _programs(report: ApartReport) -> Table:
-    timed = report.timeline is not None
+    has_timeline = report.timeline is not None
     columns = (
         "program",
         "side",
@@ -84,18 +77,20 @@ def _programs(report: ApartReport) -> Table:
         "GB moved",
         "collectives",
         "temporaries",
-        *(("ms each",) if timed else ()),
+        *(("ms each",) if has_timeline else ()),
     )
     table = table_of("programs of a step; of a device, each time", *columns)
     table.columns[1].justify = "left"
-    for one in report.programs:
-        costs, stats = one.report.costs, one.program.compiled.memory_analysis()
-        sent = sum(c.times for c in one.report.collectives)
+    for side_program in report.programs:
+        costs = side_program.report.costs
+        stats = side_program.program.compiled.memory_analysis()
+        sent = sum(c.times for c in side_program.report.collectives)
         cells = [
-            one.name, one.side, f"{one.times}", f"{costs.flops / 1e12:.3g}", f"{costs.bytes / 1e9:.3g}", f"{sent:g}",
+            side_program.name, side_program.side, f"{side_program.times}",
+            f"{costs.flops / 1e12:.3g}", f"{costs.bytes / 1e9:.3g}", f"{sent:g}",
             size_text(stats.temp_size_in_bytes),
         ]  # fmt: skip
-        table.add_row(*cells, *([f"{one.report.timeline.step.value * 1e3:.3g}"] if timed else ()))
+        table.add_row(*cells, *([f"{side_program.report.timeline.step.value * 1e3:.3g}"] if has_timeline else ()))
     return table
 
 

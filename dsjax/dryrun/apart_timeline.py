@@ -27,17 +27,13 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class ApartTimeline:
-    """A simulated step of the attention and expert sides.
+    """A simulated step of the attention and expert sides."""
 
-    step: seconds of the whole step. outside_layers: seconds of the programs outside the MoE layers, included in `step`. passes: each
-    simulated pass, with all assumptions at their middle values. exchanges: seconds of each pass's exchange. assumed: the assumptions used.
-    """
-
-    step: Figure
-    outside_layers: Figure
-    passes: tuple[SimulatedLayers, ...]
-    exchanges: tuple[AfdExchange, ...]
-    assumed: tuple[Figure, ...]
+    step: Figure  # seconds of the whole step
+    outside_layers: Figure  # seconds of the programs outside the MoE layers, included in `step`
+    passes: tuple[SimulatedLayers, ...]  # each simulated pass, with all assumptions at their middle values
+    exchanges: tuple[AfdExchange, ...]  # seconds of each pass's exchange
+    assumed: tuple[Figure, ...]  # the assumptions used
 
     @classmethod
     def of(
@@ -47,7 +43,8 @@ class ApartTimeline:
         side."""
 
         def simulate() -> tuple[float, float, list[tuple[SimulatedLayers, AfdExchange]]]:
-            outside, simulated = sum(map(drawn, outside_layers)), []
+            outside = sum(map(drawn, outside_layers))
+            simulated = []
             for layers, micro_batches in passes:
                 exchanges = [_exchange(between, attention, experts) for _, between in micro_batches]
                 times = [
@@ -78,7 +75,7 @@ class ApartTimeline:
             "outside_layers": self.outside_layers.value,
             "in_layers": sum(layers.seconds for layers in self.passes),
             "busy": self.busy(),
-            "assumed": [{"name": one.name, **one.to_json(), "source": one.source} for one in self.assumed],
+            "assumed": [{"name": figure.name, **figure.to_json(), "source": figure.source} for figure in self.assumed],
         }
 
     def write(self, file: Path, title: str) -> None:

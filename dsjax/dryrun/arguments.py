@@ -28,19 +28,17 @@ class TooLarge(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class DryRunArgs:
-    """A step to compile, and its target.
+    """A step to compile, and its target."""
 
-    engine: the serving options. target: `cpu`, a name in `configs/hardware`, or a file in the same format.
-    step: `decode` (per row one token or, with speculative decoding, the last token and the drafts to verify), `prefill` (`prefill_chunk`
-    tokens per row), or `mixed` (decodes, plus prompts of `max_num_batched_tokens`). batch: rows per DP rank, in a mixed step only the
-    decodes; None: `max_num_seqs`, or 32 decodes, or as many prefill rows as `max_num_batched_tokens` allows. context: tokens of a row's
-    page table; None: `max_model_len`, or 4,096, or the model's number of positions.
-    """
-
-    engine: EngineArgs
-    target: str = "cpu"
+    engine: EngineArgs  # the serving options
+    target: str = "cpu"  # `cpu`, a name in `configs/hardware`, or a file in the same format
+    # `decode` (per row one token or, with speculative decoding, the last token and the drafts to verify), `prefill` (`prefill_chunk` tokens
+    # per row), or `mixed` (decodes, plus prompts of `max_num_batched_tokens`)
     step: Literal["decode", "prefill", "mixed"] = "decode"
+    # rows per DP rank, in a mixed step only the decodes; None: `max_num_seqs`, or 32 decodes, or as many prefill rows as
+    # `max_num_batched_tokens` allows
     batch: int | None = None
+    # tokens of a row's page table; None: `max_model_len`, or 4,096, or the model's number of positions
     context: int | None = None
 
     def __post_init__(self):
@@ -114,8 +112,8 @@ class DryRunArgs:
         page = self.engine.page_size_of(config)
         pages_of_a_row = -(-self.row_tokens // page)
         rows = sum(rectangle.rows for rectangle in (self.decode, self.prefill) if rectangle)
-        wanted = -(-self.engine.cache_tokens // page) if self.engine.cache_tokens else rows * pages_of_a_row
-        slots = (wanted + 1) * page  # with page 0
+        pages = -(-self.engine.cache_tokens // page) if self.engine.cache_tokens else rows * pages_of_a_row
+        slots = (pages + 1) * page  # with page 0
         if slots > _MOST_SLOTS:
             asked = (
                 "--cache-tokens"
@@ -130,7 +128,7 @@ class DryRunArgs:
             max_rows_prefill=self.prefill.rows if self.prefill else self.rows,
             max_chunk=max(rectangle.chunk for rectangle in (self.decode, self.prefill) if rectangle),
             page_size=page,
-            pages_per_rank=wanted + 1,
+            pages_per_rank=pages + 1,
             num_ranks=spec.dp_size,
             max_model_len=self.row_tokens,
             vocab_size=config.vocab_size,

@@ -23,16 +23,12 @@ TEXT = {
 
 @dataclass(frozen=True)
 class EvenExperts:
-    """The expert product of a device under even routing.
+    """The expert product of a device under even routing."""
 
-    platform: selects the implementation. mean_load: (token, expert) pairs per physical expert. count: number of physical experts
-    on the device. kernels: whether the Pallas kernels compute the product.
-    """
-
-    platform: str
-    mean_load: float
-    count: int
-    kernels: bool = False
+    platform: str  # selects the implementation
+    mean_load: float  # (token, expert) pairs per physical expert
+    count: int  # number of physical experts on the device
+    kernels: bool = False  # whether the Pallas kernels compute the product
 
     def turns(self) -> float:
         """Return the trip count of the product's loop: expected tiles in use, or rounds beyond the first."""

@@ -35,17 +35,14 @@ _PARTITIONED = "after_spmd-partitioning"
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """A compiled program.
-
-    partitioned: text of the program right after SPMD partitioning, before the CPU backend changes dtypes. None on accelerators, whose
-        compiled programs keep dtypes, and if XLA wrote no text.
-    lower_seconds, compile_seconds: time of lowering and of compilation.
-    """
+    """A compiled program."""
 
     compiled: Compiled
+    # text of the program right after SPMD partitioning, before the CPU backend changes dtypes. None on accelerators, whose compiled
+    # programs keep dtypes, and if XLA wrote no text
     partitioned: str | None
-    lower_seconds: float
-    compile_seconds: float
+    lower_seconds: float  # time of lowering
+    compile_seconds: float  # time of compilation
 
     def text(self) -> str:
         """Return the compiled program as XLA prints it.
@@ -65,36 +62,34 @@ class CompiledProgram:
 
 @dataclass(frozen=True)
 class CompiledExchange:
-    """The programs that move experts between two steps (`--enable-eplb`). experts: number of experts that a rank receives per exchange."""
+    """The programs that move experts between two steps (`--enable-eplb`)."""
 
     stage: CompiledProgram
     place: CompiledProgram
-    experts: int
+    experts: int  # number of experts that a rank receives per exchange
 
     @property
     def temporaries(self) -> int:
         """Bytes that the larger program needs beyond weights, staging buffer and state: temporaries and non-aliased outputs."""
         memories = [program.compiled.memory_analysis() for program in (self.stage, self.place)]
-        return max(one.output_size_in_bytes - one.alias_size_in_bytes + one.temp_size_in_bytes for one in memories)
+        return max(
+            memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes for memory in memories
+        )
 
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A step's programs, and the abstract values that they were compiled from.
-
-    main: the step, which also verifies the previous step's drafts. drafts: the MTP module's passes after the step; None without drafts.
-    num_drafts: tokens that each row drafts. exchange: None without `--enable-eplb`.
-    """
+    """A step's programs, and the abstract values that they were compiled from."""
 
     step: ModelStep
     limits: ExecutorLimits
     shape: LaunchShape
     params: dict[str, jax.ShapeDtypeStruct]
     state: DeviceState
-    main: CompiledProgram
-    drafts: CompiledProgram | None
-    num_drafts: int
-    exchange: CompiledExchange | None = None
+    main: CompiledProgram  # the step, which also verifies the previous step's drafts
+    drafts: CompiledProgram | None  # the MTP module's passes after the step; None without drafts
+    num_drafts: int  # tokens that each row drafts
+    exchange: CompiledExchange | None = None  # None without `--enable-eplb`
 
     @property
     def programs(self) -> tuple[CompiledProgram, ...]:
@@ -134,7 +129,7 @@ def compile_step(
     programs = LoweredPrograms(step, params, state, limits)
     shape = programs.shape(args.decode, args.prefill)
     main = _compile(lambda: programs.lower_step(shape), args.target, mesh)
-    num_drafts = args.drafts if step.ends else 0
+    num_drafts = args.drafts if step.is_last_stage else 0
     drafts = _compile(lambda: programs.lower_drafts(shape, num_drafts), args.target, mesh) if num_drafts else None
     if moved and exchange is None:
         exchange = _compile_exchange(step, params, state, moved, args.target)
@@ -176,7 +171,8 @@ def compile_lowered(
             texts = [path.read_text(encoding="utf-8") for path in Path(folder).glob(f"*{_PARTITIONED}*.txt")]
         partitioned = texts[0] if len(texts) == 1 else None
     else:
-        compiled, partitioned = _compile_for_accelerator(lowered, target), None
+        compiled = _compile_for_accelerator(lowered, target)
+        partitioned = None
     return CompiledProgram(compiled, partitioned, lower_seconds, time.perf_counter() - started)
 
 

@@ -14,25 +14,21 @@ from dsjax.dryrun.program.reductions import Reduction
 
 @dataclass(frozen=True)
 class KnownOrder:
-    """A reason that explains some reductions.
-
-    carriers: as in ``Reduction``. what, places: regular expressions that must fully match ``Reduction.what``, and the place in the model
-    without the prefix of the multi-token prediction module. why, remedy: sentences.
-    """
+    """A reason that explains some reductions."""
 
     name: str
-    carriers: tuple[str, ...]
-    what: str
-    places: str
-    why: str
-    remedy: str
+    carriers: tuple[str, ...]  # as in ``Reduction``
+    what: str  # regular expression that must match all of ``Reduction.what``
+    places: str  # the same for the place in the model, without the MTP module's prefix
+    why: str  # why the order depends on layout or batch, in sentences
+    remedy: str  # how to end the dependence, as the rest of the sentence "To end it: …"
 
-    def explains(self, place: str, one: Reduction) -> bool:
+    def explains(self, place: str, reduction: Reduction) -> bool:
         """Return whether this entry explains a reduction at a place."""
         place = re.sub(r"^(draft/)?(mtp/)?", "", place)
         return (
-            one.carrier in self.carriers
-            and re.fullmatch(self.what, one.what) is not None
+            reduction.carrier in self.carriers
+            and re.fullmatch(self.what, reduction.what) is not None
             and re.fullmatch(self.places, place) is not None
         )
 
@@ -48,7 +44,7 @@ KNOWN_ORDERS: tuple[KnownOrder, ...] = (
     KnownOrder(
         "tp-partials",
         ("collective",), "all-reduce|reduce-scatter",
-        r"(mla_output|mlp)/.*|dot_general",
+        r"(mla_output|compressed_output|mlp)/.*|dot_general",
         "Each device of tp multiplies its own part of the depth, and the collective adds as many parts as there are devices.",
         "gather the parts of a fixed number of chunks of the depth and add them in one tree, on one device as well.",
     ),
@@ -92,7 +88,7 @@ KNOWN_ORDERS: tuple[KnownOrder, ...] = (
     ),
     KnownOrder(
         "product-splits",
-        ("reduce",), "terms", r"(mla_project|mla_output|mlp)/dense_splits/reduce_sum",
+        ("reduce",), "terms", r"((mla|compressed)_(project|output)|mlp)/dense_splits/reduce_sum",
         "The parts of a product whose depth the kernel split: as many terms as splits, which the rows decide.",
         "no splits, or the same number of them for every shape.",
     ),
@@ -114,16 +110,23 @@ KNOWN_ORDERS: tuple[KnownOrder, ...] = (
     KnownOrder(
         "compiled-products",
         ("product", "reduce"), "dot|convolution|terms of a product",
-        r"(router|head|mla_project|mla_output|mlp|attend_\w+)/dot_general|dot_general",
+        r"(router|head|(mla|compressed)_(project|output)|mlp|attend_\w+)/dot_general|dot_general",
         "The compiler chooses tiles and splits of the depth by the shape, and on a GPU that is there it chooses by timing, cuBLAS's "
         "products among others.",
         "multiply with the project's kernels, of fixed tiles.",
     ),
     KnownOrder(
+        "entry-norms",
+        ("reduce",), "terms", r"cache_write/(vmap\(\)/)?reduce_sum",
+        "The mean square of a compressed entry's norm is of one entry, but how threads share it the compiler decides with the rest of the "
+        "fusion, in which the rows and windows of a step count.",
+        "write the sum as a tree over the width, or compute the norm in a kernel.",
+    ),
+    KnownOrder(
         "row-sums",
-        ("reduce",), "terms", r"((mla_project|router)/)?reduce_sum",
-        "The mean square of a norm and the sums of the router's scores are a row's own, but how threads share a row the compiler decides "
-        "with the rest of the fusion, in which rows count.",
+        ("reduce",), "terms", r"((mla_project|compressed_project|router|head)/)?reduce_sum",
+        "The mean square of a norm, the sums of the router's scores and the sum of a token's streams are a row's own, but how threads "
+        "share a row the compiler decides with the rest of the fusion, in which rows count.",
         "write these sums as a tree over the width, of elementwise additions, or in a kernel.",
     ),
 )  # fmt: skip

@@ -25,29 +25,23 @@ _MOST_ROWS = 1 << 16
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of one device.
+    """Bytes of one device."""
 
-    weights: by component. cache: pages of its DP rank. windows: the part of `cache` in window pages. state: other data that stays on the
-    device between steps: page tables, sampling parameters, token counts, expert placement and, with speculative decoding, drafts and one
-    byte per cache slot. inputs: packed integers of the step's rows. arguments, outputs, aliased, temporaries: the compiler's counts for
-    the step's main program; cache and state are arguments and also aliased outputs. drafting: non-aliased outputs and temporaries of the
-    draft program; 0 without one. staging: buffer for experts that move while serving; 0 if experts do not move. moving: temporaries and
-    non-aliased outputs of the programs that move experts. host: each device's weights in host memory, not counted in any other field.
-    """
-
-    weights: dict[str, int]
-    cache: int
+    weights: dict[str, int]  # by component
+    cache: int  # pages of its DP rank
+    # other data that stays on the device between steps: page tables, sampling parameters, token counts, expert placement and, with
+    # speculative decoding, drafts and one byte per cache slot
     state: int
-    inputs: int
-    arguments: int
-    outputs: int
-    aliased: int
-    temporaries: int
-    drafting: int = 0
-    staging: int = 0
-    moving: int = 0
-    host: int = 0
-    windows: int = 0
+    inputs: int  # packed integers of the step's rows
+    arguments: int  # of the step's main program, as the compiler counts; including cache and state
+    outputs: int  # likewise; including cache and state, which are aliased
+    aliased: int  # likewise
+    temporaries: int  # likewise
+    drafting: int = 0  # non-aliased outputs and temporaries of the draft program; 0 without one
+    staging: int = 0  # buffer for experts that move while serving; 0 if experts do not move
+    moving: int = 0  # temporaries and non-aliased outputs of the programs that move experts
+    host: int = 0  # each device's weights in host memory, not counted in any other field
+    windows: int = 0  # the part of `cache` in window pages
 
     @classmethod
     def of(cls, compiled: CompiledStep) -> DeviceMemory:
@@ -106,7 +100,8 @@ def parameters_by_component(step: ModelStep) -> dict[str, int]:
     for path, info in step.table.infos.items():
         if not info.count:
             continue
-        name, count = component(path), info.count
+        name = component(path)
+        count = info.count
         if name == "routed experts":
             count = count // physical * logical
         parameters[name] = parameters.get(name, 0) + count
@@ -115,18 +110,13 @@ def parameters_by_component(step: ModelStep) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Fit:
-    """Maximum sizes that fit into ``room`` bytes of a device; 0 if not even one fits.
-
-    batch: rows per DP rank at the requested context. context: tokens per row at the requested batch, in whole pages, at most the
-    model's positions. cache_tokens: cache slots per DP rank, with a step of the requested batch and context.
-    compilations: number of steps compiled for the search.
-    """
+    """Maximum sizes that fit into ``room`` bytes of a device; 0 if not even one fits."""
 
     room: int
-    batch: int
-    context: int
-    cache_tokens: int
-    compilations: int
+    batch: int  # rows per DP rank at the requested context
+    context: int  # tokens per row at the requested batch, in whole pages, at most the model's positions
+    cache_tokens: int  # cache slots per DP rank, with a step of the requested batch and context
+    compilations: int  # number of steps compiled for the search
 
 
 def fit(
@@ -140,7 +130,8 @@ def fit(
 
     exchange: the already compiled programs that move experts.
     """
-    room, compilations = int(memory_bytes * args.engine.gpu_memory_utilization), 0
+    room = int(memory_bytes * args.engine.gpu_memory_utilization)
+    compilations = 0
     page = args.engine.page_size_of(config)
 
     def total(changed: DryRunArgs) -> float:
@@ -157,7 +148,8 @@ def fit(
     def with_cache(pages: int) -> float:
         return total(dataclasses.replace(args, engine=dataclasses.replace(args.engine, cache_tokens=pages * page)))
 
-    pages, positions = -(-args.row_tokens // page), config.max_position_embeddings
+    pages = -(-args.row_tokens // page)
+    positions = config.max_position_embeddings
     needed = args.rows * pages
     shortest = -(-max(rectangle.chunk for rectangle in (args.decode, args.prefill) if rectangle) // page)
     fitting = (
@@ -184,8 +176,10 @@ def largest(size: Callable[[int], float], room: float, start: int, *, most: int,
     ``size`` must not decrease with ``n``. If it is linear, like memory, linear extrapolation from the last two sizes finds the
     answer at once and one more call confirms it; otherwise bisection bounds the number of calls.
     """
-    low, high, tried = least - 1, most + 1, []
-    guess, calls = min(max(start, least), most), 0
+    low, high = least - 1, most + 1
+    tried = []
+    guess = min(max(start, least), most)
+    calls = 0
     while high - low > 1:
         needed = size(guess)
         calls += 1

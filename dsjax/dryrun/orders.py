@@ -21,21 +21,16 @@ Sums = Mapping[str, Sequence[Reduction]]
 
 @dataclass(frozen=True)
 class OrderedSum:
-    """Identical sums of a program at one place in the model.
+    """Identical sums of a program at one place in the model."""
 
-    program: `step`, or `drafts` for the MTP module's passes after the step. place: the model's scopes and the traced operation. sum: one
-    of the identical sums. times: runs of all of them in one run of the program. compared: whether another compilation has this program.
-    otherwise: label of a compilation that sums differently → its signatures at this place that the step lacks.
-    known: the entry of `KNOWN_ORDERS` that explains the order; None if there is none.
-    """
-
-    program: str
-    place: str
-    sum: Reduction
-    times: float
-    compared: bool
+    program: str  # `step`, or `drafts` for the MTP module's passes after the step
+    place: str  # the model's scopes and the traced operation
+    sum: Reduction  # one of the identical sums
+    times: float  # runs of all of them in one run of the program
+    compared: bool  # whether another compilation has this program
+    # label of a compilation that sums differently → its signatures at this place that the step lacks
     otherwise: Mapping[str, tuple[str, ...]]
-    known: KnownOrder | None
+    known: KnownOrder | None  # the entry of `KNOWN_ORDERS` that explains the order; None if there is none
 
     @property
     def could_depend(self) -> bool:
@@ -80,21 +75,21 @@ class OrderedSum:
 
 @dataclass(frozen=True)
 class OrderReport:
-    """Sums of a step's programs. against: labels of the other compilations."""
+    """Sums of a step's programs."""
 
     sums: tuple[OrderedSum, ...]
-    against: tuple[str, ...]
+    against: tuple[str, ...]  # labels of the other compilations
 
     @property
     def unexplained(self) -> tuple[OrderedSum, ...]:
         """Sums that could depend on the layout or the batch and are not on the list."""
-        return tuple(one for one in self.sums if one.unexplained)
+        return tuple(ordered_sum for ordered_sum in self.sums if ordered_sum.unexplained)
 
     def check(self) -> None:
         """Raise a `UserError` that names the unexplained sums."""
         missing = self.unexplained
         if missing:
-            named = "; ".join(f"{one.place} of the {one.program} ({one.sum.signature})" for one in missing[:5])
+            named = "; ".join(f"{s.place} of the {s.program} ({s.sum.signature})" for s in missing[:5])
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise UserError(
                 f"{len(missing)} sums could be added in an order that depends on the layout or the batch, and are not on the list of known "
@@ -156,7 +151,8 @@ def place_of(reduction: Reduction) -> str:
     the scopes of the MTP module's passes end in their number of tokens."""
     if not reduction.op_name:
         return f"({reduction.what})"
-    part, operation = model_part(reduction.op_name), reduction.op_name.rpartition("/")[2]
+    part = model_part(reduction.op_name)
+    operation = reduction.op_name.rpartition("/")[2]
     named = operation if part.startswith("(") else f"{part}/{operation}"
     return re.sub(r"_\d+(?=/)", "", named)
 

@@ -23,24 +23,24 @@ COPIES = "copies"
 FigureEnd = Literal["low", "value", "high"]
 
 
-def carried_bytes(one: ProgramCollective) -> tuple[float, float, int]:
+def carried_bytes(collective: ProgramCollective) -> tuple[float, float, int]:
     """Return ``(bytes over a device's scale-up link, bytes through its share of the network, number of sequential latencies)``.
 
     An all-to-all sends every row directly to its destination. An all-gather sends each row to a host once, through one of its NICs, and
     forwards it over the scale-up links; a reduce-scatter does the reverse; an all-reduce is both in sequence. These are the bytes of
     rings over hosts (NCCL's algorithms for many ranks); a direct exchange would send each row to every rank of a host.
     """
-    n, h = one.ranks, one.neighbours
+    n, h = collective.ranks, collective.neighbours
     hosts = -(-n // h)
-    size = one.operand_bytes
-    if one.kind in ("all-gather", "collective-broadcast"):
+    size = collective.operand_bytes
+    if collective.kind in ("all-gather", "collective-broadcast"):
         return (size * (n - 1) if h > 1 else 0), size * (n - h) / h, hosts - 1
     part = size / n
-    if one.kind == "reduce-scatter":
+    if collective.kind == "reduce-scatter":
         return (part * (n - 1) if h > 1 else 0), part * (n - h) / h, hosts - 1
-    if one.kind == "all-reduce":
+    if collective.kind == "all-reduce":
         return (2 * part * (n - 1) if h > 1 else 0), 2 * part * (n - h) / h, 2 * (hosts - 1)
-    return one.bytes_inside, one.bytes_between, min(hosts - 1, 1) if one.bytes_between else 0
+    return collective.bytes_inside, collective.bytes_between, min(hosts - 1, 1) if collective.bytes_between else 0
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class Assumed:
     @drawing(Draw())  # makes the inputs figures with ranges
     def of(cls, cluster: Cluster) -> Assumed:
         """Return the assumptions for a cluster's device and links."""
-        chip, cuda = cluster.hardware, cluster.hardware.platform == "cuda"
+        chip = cluster.hardware
+        is_cuda = chip.platform == "cuda"
         ceiling = chip.sources
         return cls(
             peaks={bits: _peak_figure(chip, bits) for bits in sorted(UNITS, reverse=True)},
@@ -92,12 +93,12 @@ class Assumed:
             link_share=assumed(0.6, 0.35, 0.85, "collectives, share of a scale-up link", "NCCL, or ICI, launched by XLA"),
             network_share=assumed(0.6, 0.35, 0.8, "collectives, share of the network", "NCCL, launched by XLA"),
             launch=assumed(2e-6, 1e-6, 4e-6, "between two kernels", "launches of a CUDA graph", "s")
-            if cuda
+            if is_cuda
             else assumed(0.5e-6, 0.1e-6, 1e-6, "between two operations", "one program on the core, no launches", "s"),
             loop_iteration=assumed(
                 10e-6, 5e-6, 25e-6, "a turn of a loop of unknown length", "the host reads the condition back", "s"
             )
-            if cuda
+            if is_cuda
             else assumed(1e-6, 0.2e-6, 2e-6, "a turn of a loop of unknown length", "the core branches itself", "s"),
             fixed_inside=collective_start(between=False),
             fixed_between=collective_start(between=True),
@@ -116,7 +117,8 @@ class Assumed:
 
 
 def _peak_figure(chip: Hardware, bits: int) -> Figure:
-    unit, own = chip.unit(bits), UNITS[bits].removesuffix("_flops")
+    unit = chip.unit(bits)
+    own = UNITS[bits].removesuffix("_flops")
     name = own.upper() if own.startswith("fp") else own
     return _ceiling(chip.peaks[unit], f"{name} operations a second", chip.sources[unit])
 
@@ -139,13 +141,11 @@ class TargetPrices:
 
     An operation takes max(operations ÷ peak, bytes ÷ bandwidth) plus a launch. A collective takes, on each link that it uses, a fixed
     time plus bytes ÷ bandwidth, and between hosts one latency per crossing.
-
-    ragged_share: fraction of a ragged all-to-all's maximum that even routing sends.
     """
 
     assumed: Assumed
     end: FigureEnd = "value"
-    ragged_share: float = 1.0
+    ragged_share: float = 1.0  # fraction of a ragged all-to-all's maximum that even routing sends
 
     def operation(self, program: Program, computation: Computation, operation: Operation) -> OperationCost:
         """Return the cost of an operation on the compute thread."""
@@ -181,7 +181,8 @@ class TargetPrices:
 
     def links(self, inside: float, between: float, crossings: int) -> dict[str, OperationCost]:
         """Return the cost of bytes over a device's scale-up link, and of bytes and latencies over its share of the network."""
-        costs, a = {}, self.assumed
+        costs = {}
+        a = self.assumed
         if inside:
             moving = inside * self._time(a.hops) / (self._rate(a.scale_up_bandwidth) * self._rate(a.link_share))
             fixed = self._time(a.fixed_inside)

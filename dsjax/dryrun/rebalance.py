@@ -31,39 +31,29 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True)
 class Moves:
-    """Moves of a rebalance of all layers. Numbers are means over the drawn layers.
+    """Moves of a rebalance of all layers. Numbers are means over the drawn layers."""
 
-    experts: slots of a layer, over all ranks, that get another expert. received: most experts that one rank receives in a layer.
-    exchanges: commands that send a layer's experts. seconds: of a layer's exchanges and of writing its experts into their slots; None
-    without a target's figures.
-    """
-
-    experts: float
-    received: float
-    exchanges: float
+    experts: float  # slots of a layer, over all ranks, that get another expert
+    received: float  # most experts that one rank receives in a layer
+    exchanges: float  # commands that send a layer's experts
+    # of a layer's exchanges and of writing its experts into their slots; None without a target's figures
     seconds: Figure | None
 
 
 @dataclass(frozen=True)
 class ExpertMoves:
-    """Cost of moving experts with `--enable-eplb`. Bytes are per device.
-
-    expert_bytes: of one expert, or of the device's part if experts are split along their width. staging_bytes: of the buffer, which holds
-    one layer's slots. experts_per_exchange: maximum that a rank receives between two steps, limited by `max_bytes_per_step`. sent_bytes:
-    input of the compiled exchange per rank. exchange_temporaries: of the larger of the two programs. layers: number of layers with experts.
-    first: from the initial placement, which knows no load. next: from one window to the next, whose load has drifted.
-    """
+    """Cost of moving experts with `--enable-eplb`. Bytes are per device."""
 
     policy: str
     max_bytes_per_step: int
-    expert_bytes: int
-    staging_bytes: int
-    experts_per_exchange: int
-    sent_bytes: int
-    exchange_temporaries: int
-    layers: int
-    first: Moves
-    next: Moves
+    expert_bytes: int  # of one expert, or of the device's part if experts are split along their width
+    staging_bytes: int  # of the buffer, which holds one layer's slots
+    experts_per_exchange: int  # maximum that a rank receives between two steps, limited by `max_bytes_per_step`
+    sent_bytes: int  # input of the compiled exchange per rank
+    exchange_temporaries: int  # of the larger of the two programs
+    layers: int  # number of layers with experts
+    first: Moves  # from the initial placement, which knows no load
+    next: Moves  # from one window to the next, whose load has drifted
 
     def steps(self, moves: Moves) -> int:
         """Return the steps that a rebalance of all layers takes, with one exchange or one layer's write between two steps."""
@@ -92,9 +82,9 @@ def read_rebalance(compiled: CompiledStep, config: EplbConfig, machines: Cluster
     """Read the programs that move experts, and run the policy on the planner's assumed loads. machines: None on the CPU target."""
     step, exchange = compiled.step, compiled.exchange
     ranks, physical = step.spec.ep_size, step.placement.n_physical
-    each = machines.devices_per_host if machines else ranks
-    whole = ranks * step.spec.expert_copies == step.spec.num_devices and ranks % each == 0
-    hosts = max(ranks // each, 1) if whole else 1
+    per_host = machines.devices_per_host if machines else ranks
+    has_whole_groups = ranks * step.spec.expert_copies == step.spec.num_devices and ranks % per_host == 0
+    hosts = max(ranks // per_host, 1) if has_whole_groups else 1
     slots = Slots(ranks, physical, step.config.n_group, hosts)
     domain = min(machines.domain, ranks) if machines else ranks
     loads = drawn(DEFAULT_SKEW.variation, step.config.n_routed_experts, DRIFT[0])
@@ -118,9 +108,9 @@ def read_rebalance(compiled: CompiledStep, config: EplbConfig, machines: Cluster
         expert_bytes=size,
         staging_bytes=expert_programs.staging_bytes(step),
         experts_per_exchange=exchange.experts,
-        sent_bytes=sum(one.operand_bytes for one in sent),
+        sent_bytes=sum(collective.operand_bytes for collective in sent),
         exchange_temporaries=exchange.temporaries,
-        layers=step.moe_layers_with_module,
+        layers=step.num_moe_layers_with_mtp,
         first=moves(start, seen),
         next=moves(seen, served),
     )
@@ -138,20 +128,19 @@ def _moves(
     layers = [
         list(exchange_rounds(*pair, ranks=slots.ranks, experts=per_exchange)) for pair in zip(old, kept, strict=True)
     ]
-    each = slots.physical // slots.ranks
+    slots_per_rank = slots.physical // slots.ranks
     received = [
-        np.bincount([slot // each for moves in rounds for _, slot in moves], minlength=slots.ranks).max()
+        np.bincount([slot // slots_per_rank for moves in rounds for _, slot in moves], minlength=slots.ranks).max()
         for rounds in layers
     ]
     seconds = None
     if assumed:
-        busiest = [[_busiest(moves, each, slots.ranks, domain) for moves in rounds] for rounds in layers]
+        busiest = [[_busiest(moves, slots_per_rank, slots.ranks, domain) for moves in rounds] for rounds in layers]
 
         def mean(end: FigureEnd) -> float:
             prices = TargetPrices(assumed, end)
-            return float(
-                np.mean([_seconds(prices, one, int(most), size) for one, most in zip(busiest, received, strict=True)])
-            )
+            pairs = zip(busiest, received, strict=True)
+            return float(np.mean([_seconds(prices, exchanges, int(most), size) for exchanges, most in pairs]))
 
         ends = (mean("value"), mean("low"), mean("high"))
         seconds = Figure(*ends, Kind.ASSUMPTION, name="moving a layer's experts", unit="s")
@@ -163,11 +152,11 @@ def _moves(
     )
 
 
-def _busiest(moves: Iterable[tuple[int, int]], each: int, ranks: int, domain: int) -> Exchange:
+def _busiest(moves: Iterable[tuple[int, int]], slots_per_rank: int, ranks: int, domain: int) -> Exchange:
     """Return the experts of one exchange on the busiest rank, for each kind of link separately."""
     counts = np.zeros((2, 2, ranks), int)  # inside or between domains; sent or received
     for source, slot in moves:
-        start, end = source // each, slot // each
+        start, end = source // slots_per_rank, slot // slots_per_rank
         if start != end:
             away = int(start // domain != end // domain)
             counts[away, 0, start] += 1
@@ -178,7 +167,7 @@ def _busiest(moves: Iterable[tuple[int, int]], each: int, ranks: int, domain: in
 def _seconds(prices: TargetPrices, exchanges: Iterable[Exchange], received: int, size: int) -> float:
     """Return a layer's seconds: gather and send the experts, write them to the staging buffer, and copy them into their slots."""
     seconds = prices.copied(received * size)
-    for one in exchanges:
-        links = prices.links(one.inside * size, one.between * size, 1 if one.between else 0)
-        seconds += prices.copied(max(one) * size) + max((work.seconds for work in links.values()), default=0.0)
+    for exchange in exchanges:
+        links = prices.links(exchange.inside * size, exchange.between * size, 1 if exchange.between else 0)
+        seconds += prices.copied(max(exchange) * size) + max((work.seconds for work in links.values()), default=0.0)
     return seconds

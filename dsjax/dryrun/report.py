@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from dsjax.dryrun.apart_memory import SideMemory
 from dsjax.dryrun.compilation import CompiledStep
 from dsjax.dryrun.memory import DeviceMemory, Fit
 from dsjax.dryrun.orders import OrderReport
@@ -17,51 +18,45 @@ from dsjax.hardware import Hardware
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramReport:
-    """Costs of one run of a program on one device.
-
-    expert_flops: FLOPs that the routed experts need under even routing, by arithmetic. timeline: the simulated schedule; None if not
-    requested.
-    """
+    """Costs of one run of a program on one device."""
 
     collectives: tuple[ProgramCollective, ...]
     costs: ProgramCosts
-    expert_flops: float
-    timeline: Timeline | None
+    expert_flops: float  # FLOPs that the routed experts need under even routing, by arithmetic
+    timeline: Timeline | None  # the simulated schedule; None if not requested
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {
-            "collectives": [_collective(one) for one in self.collectives],
+            "collectives": [_collective(collective) for collective in self.collectives],
             "costs": {**dataclasses.asdict(self.costs), "expert_flops": self.expert_flops},
             "timeline": self.timeline.to_json() if self.timeline else None,
         }
 
 
+def memory_json(memory: DeviceMemory | SideMemory, hardware: Hardware | None) -> dict[str, Any]:
+    """Return the bytes of a device by kind, with ``weights_total``, ``total``, and ``memory``: what the device has."""
+    sums = {"weights_total": memory.weight_bytes, "total": memory.total}
+    return {**vars(memory), **sums, "memory": hardware.memory_bytes if hardware else None}
+
+
 @dataclass(frozen=True, kw_only=True)
 class DryRunReport(ProgramReport):
-    """All figures of one dry run. Bytes and operations are per device, in one run of the step.
+    """All figures of one dry run. Bytes and operations are per device, in one run of the step."""
 
-    request: the compiled options, with defaults filled in. hardware: None for the CPU target. cache_tokens: usable slots of a DP
-    rank's cache. drafts: the program of the MTP module's passes after the step; None without drafting.
-    orders: sums whose order matters; None if not requested. rebalance: cost of moving experts; None if experts do not move.
-    fit: the largest batch, context and cache that fit; None if not searched.
-    assumptions: about loops of unknown trip count. notes: which figures not to trust, and why.
-    compiled: the compiled programs.
-    """
-
-    request: dict[str, Any]
-    hardware: Hardware | None
+    request: dict[str, Any]  # the compiled options, with defaults filled in
+    hardware: Hardware | None  # None for the CPU target
     parameters: dict[str, int]
     memory: DeviceMemory
-    cache_tokens: int
-    drafts: ProgramReport | None
-    rebalance: ExpertMoves | None
-    orders: OrderReport | None
-    fit: Fit | None
-    assumptions: dict[str, str]
-    notes: tuple[str, ...]
+    cache_tokens: int  # usable slots of a DP rank's cache
+    drafts: ProgramReport | None  # the program of the MTP module's passes after the step; None without drafting
+    rebalance: ExpertMoves | None  # cost of moving experts; None if experts do not move
+    orders: OrderReport | None  # sums whose order matters; None if not requested
+    fit: Fit | None  # the largest batch, context and cache that fit; None if not searched
+    assumptions: dict[str, str]  # about loops of unknown trip count
+    notes: tuple[str, ...]  # which figures not to trust, and why
     seconds: dict[str, float]
-    compiled: CompiledStep = dataclasses.field(repr=False)
+    compiled: CompiledStep = dataclasses.field(repr=False)  # the compiled programs
 
     def to_json(self) -> dict[str, Any]:
         """Fields of `dsjax dryrun --json`. Bytes and operations are per device, in one run of the step.
@@ -81,16 +76,10 @@ class DryRunReport(ProgramReport):
         - `fit`: `Fit`, null without `--fit`
         - `assumptions`, `notes`: text; `seconds`: of `lower`, `compile` and `read`
         """
-        memory = self.memory
         return {
             **self.request,
             "parameters": {**self.parameters, "total": sum(self.parameters.values())},
-            "device_bytes": {
-                **vars(memory),
-                "weights_total": memory.weight_bytes,
-                "total": memory.total,
-                "memory": self.hardware.memory_bytes if self.hardware else None,
-            },
+            "device_bytes": memory_json(self.memory, self.hardware),
             "cache_tokens": self.cache_tokens,
             **super().to_json(),
             "drafts": self.drafts.to_json() if self.drafts else None,
@@ -105,13 +94,10 @@ class DryRunReport(ProgramReport):
 
 @dataclass(frozen=True)
 class StagesReport:
-    """Figures of a pipeline-parallel model: a report of each stage's step.
+    """Figures of a pipeline-parallel model: a report of each stage's step."""
 
-    mesh, devices: of all stages together.
-    """
-
-    mesh: str
-    devices: int
+    mesh: str  # of all stages together
+    devices: int  # of all stages together
     stages: tuple[DryRunReport, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -123,19 +109,19 @@ class StagesReport:
         return {"mesh": self.mesh, "devices": self.devices, "stages": [stage.to_json() for stage in self.stages]}
 
 
-def _collective(one: ProgramCollective) -> dict[str, Any]:
+def _collective(collective: ProgramCollective) -> dict[str, Any]:
     return {
-        "kind": one.kind,
-        "axes": None if one.axes is None else list(one.axes),
-        "ranks": one.ranks,
-        "dtype": one.operand[0].dtype if one.operand else None,
-        "operand_bytes": one.operand_bytes,
-        "bytes_inside": one.bytes_inside,
-        "bytes_between": one.bytes_between,
-        "times": one.times,
-        "data_dependent": one.data_dependent,
-        "asynchronous": one.asynchronous,
-        "beside": list(one.beside),
-        "name": one.name,
-        "op_name": one.op_name,
+        "kind": collective.kind,
+        "axes": None if collective.axes is None else list(collective.axes),
+        "ranks": collective.ranks,
+        "dtype": collective.operand[0].dtype if collective.operand else None,
+        "operand_bytes": collective.operand_bytes,
+        "bytes_inside": collective.bytes_inside,
+        "bytes_between": collective.bytes_between,
+        "times": collective.times,
+        "data_dependent": collective.data_dependent,
+        "asynchronous": collective.asynchronous,
+        "beside": list(collective.beside),
+        "name": collective.name,
+        "op_name": collective.op_name,
     }

@@ -89,8 +89,8 @@ def dry_run(
         start_exchanges_early()
     mesh = spec.stage.build(target_devices(hardware, spec.stage_devices))
     if spec.pp_size > 1:
-        for flag, given in (("--fit", search), ("--reductions", reductions)):
-            if given:
+        for flag, is_given in (("--fit", search), ("--reductions", reductions)):
+            if is_given:
                 raise UserError(
                     f"{flag} looks at one program, and --mesh {spec} has {spec.pp_size}, one for each stage; leave it out, or give a mesh "
                     f"without pp"
@@ -163,10 +163,10 @@ def within_positions(args: DryRunArgs, config: ModelConfig, whose: str = "") -> 
     Raises:
         UserError: a longer context or model length was given.
     """
-    for flag, given in (("--context", args.context), ("--max-model-len", args.engine.max_model_len)):
-        if given and given > config.max_position_embeddings:
+    for flag, value in (("--context", args.context), ("--max-model-len", args.engine.max_model_len)):
+        if value and value > config.max_position_embeddings:
             raise UserError(
-                f"{whose}{flag} is {given}, but the model has {config.max_position_embeddings} positions; lower it"
+                f"{whose}{flag} is {value}, but the model has {config.max_position_embeddings} positions; lower it"
             )
     # The default context can exceed the model's positions.
     return replace(args, context=min(args.row_tokens, config.max_position_embeddings))
@@ -184,7 +184,7 @@ class _ProgramReader:
     def trip_counts(self, groups: Sequence[GroupShape]) -> TripCount:
         """Return assumed trip counts of loops of unknown length, for a pass over these row groups."""
         step = self.step
-        tokens = -(-sum(group.tokens for group in groups) // step.micro_batches(groups))
+        tokens = -(-sum(group.tokens for group in groups) // step.num_micro_batches(groups))
         experts = even_experts(step, tokens) if step.config.is_moe else None
         return step_trip_counts(step, groups, self.args.row_tokens, experts)
 
@@ -297,7 +297,8 @@ def target_cluster(hardware: Hardware | None, name: str | None, devices: int) ->
 
 def shape_fields(args: DryRunArgs, shape: LaunchShape) -> dict[str, object]:
     """Return the fields of a report's request about the compiled step."""
-    first, groups = shape.groups[0], [{"rows": g.rows, "chunk": g.chunk, "mla": g.form.name} for g in shape.groups]
+    first = shape.groups[0]
+    groups = [{"rows": g.rows, "chunk": g.chunk, "mla": g.form.name} for g in shape.groups]
     rows = {"groups": groups, "batch": first.rows, "chunk": first.chunk}
     return {"step": args.step, **rows, "context": args.row_tokens}
 
@@ -310,10 +311,11 @@ def format_fields(args: DryRunArgs, step: ModelStep) -> dict[str, object]:
 
 
 def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
-    step, shape = compiled.step, compiled.shape.groups[0]
+    step = compiled.step
+    shape = compiled.shape.groups[0]
     stage = step.stage
     part = {} if stage is None else {"stage": stage.number, "layers": [stage.first, stage.first + stage.layers - 1]}
-    if stage is not None and not stage.ends:
+    if stage is not None and not stage.is_last:
         part["hidden_bytes"] = compiled.shape.tokens * step.config.hidden_size * step.dtype.itemsize
     return {
         **part,
@@ -328,12 +330,12 @@ def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
         **format_fields(args, step),
         "mla": shape.form.name,
         "kernels": step.implementations,
-        "dispatch": dispatch_method(step, compiled.shape.tokens, halved=step.in_halves(compiled.shape.groups)),
+        "dispatch": dispatch_method(step, compiled.shape.tokens, halved=step.runs_in_halves(compiled.shape.groups)),
         "dispatch_wire": step.dispatch.wire,
         "physical_experts": step.placement.n_physical if step.config.is_moe else 0,
         "page_size": step.page_size,
         "num_drafts": compiled.num_drafts,
-        "halves": step.in_halves(compiled.shape.groups),
+        "halves": step.runs_in_halves(compiled.shape.groups),
     }
 
 
@@ -350,7 +352,7 @@ def _notes(hardware: Hardware | None, compiled: CompiledStep):
     memory = DeviceMemory.of(compiled)
     unread = memory.persistent - memory.staging - memory.arguments
     if unread > 0:
-        among = " (among them the MTP module's, which drafting reads)" if compiled.step.has_module else ""
+        among = " (among them the MTP module's, which drafting reads)" if compiled.step.has_mtp else ""
         yield f"this step does not read {unread:,} bytes of the weights{among}, so that they are no arguments of its program"
     elif unread < 0:
         yield f"the compiler pads the arguments by {-unread:,} bytes"

@@ -12,16 +12,12 @@ from dsjax.dryrun.report import ProgramReport
 
 @dataclass
 class SideProgram:
-    """A program of one side.
+    """A program of one side."""
 
-    name: what the program belongs to and does. side: `attention` or `experts`. times: executions per step. in_turn: whether it belongs to
-    an MoE layer, whose two sides compute alternately.
-    """
-
-    name: str
-    side: str
-    times: int
-    in_turn: bool
+    name: str  # what the program belongs to and does
+    side: str  # `attention` or `experts`
+    times: int  # executions per step
+    in_turn: bool  # whether it belongs to an MoE layer, whose two sides compute alternately
     program: CompiledProgram
     report: ProgramReport
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rich.console import Console
 from rich.table import Table
 
 from dsjax.config.layers import kinds_of
+from dsjax.dryrun.apart_report import ApartReport
 from dsjax.dryrun.orders import OrderReport
 from dsjax.dryrun.rebalance import ExpertMoves
 from dsjax.dryrun.report import DryRunReport, ProgramReport, StagesReport
 from dsjax.dryrun.timeline import Timeline, model_part
 from dsjax.plan.figure import Figure, Kind
+from dsjax.tables import table_of
 
 
 def show_stages(console: Console, report: StagesReport) -> None:
@@ -83,21 +85,18 @@ def show(console: Console, report: DryRunReport) -> None:
         console.print(_rebalance(report.rebalance))
     if report.fit:
         console.print(_fit(report))
-    for assumption in report.assumptions.values():
-        console.print(f"[dim]assumed: {assumption}[/dim]", highlight=False)
-    for figure in report.timeline.assumed.figures() if report.timeline else ():
-        if Kind.ASSUMPTION in Kind(figure.kinds):
-            console.print(f"[dim]assumed: {_assumed(figure)}[/dim]", highlight=False)
-    for note in report.notes:
-        console.print(f"[dim]note: {note}[/dim]", highlight=False)
+    figures = report.timeline.assumed.figures() if report.timeline else ()
+    show_notes(console, report, [figure for figure in figures if Kind.ASSUMPTION in Kind(figure.kinds)])
 
 
-def table_of(title: str, *columns: str) -> Table:
-    """Return a table with a title. The first column is left-aligned, all others are right-aligned."""
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
-    return table
+def show_notes(console: Console, report: DryRunReport | ApartReport, figures: Iterable[Figure]) -> None:
+    """Print a report's assumptions, the assumed `figures` of its timeline, and its notes."""
+    texts = [f"assumed: {assumption}" for assumption in report.assumptions.values()]
+    for figure in figures:
+        ends = f"({figure.low:.4g} – {figure.high:.4g})"
+        texts.append(f"assumed: {figure.name} {figure.value:.4g} {ends}: {figure.source}")
+    for text in (*texts, *(f"note: {note}" for note in report.notes)):
+        console.print(f"[dim]{text}[/dim]", highlight=False)
 
 
 def _parameters(report: DryRunReport) -> Table:
@@ -149,13 +148,14 @@ def _collectives(program: ProgramReport, name: str) -> Table:
     )  # fmt: skip
     table.columns[1].justify = "left"
     rows: dict[tuple, float] = {}
-    for one in program.collectives:
-        axes = one.participants
-        array = f"{one.operand[0]}" + (f" × {len(one.operand)}" if len(one.operand) > 1 else "")
-        beside = str(len(one.beside)) if one.asynchronous else "–"
-        part = model_part(one.op_name)
-        key = (one.kind, axes, array, one.operand_bytes, one.bytes_inside, one.bytes_between, beside, part)
-        rows[key] = rows.get(key, 0) + one.times
+    for collective in program.collectives:
+        axes = collective.participants
+        array = f"{collective.operand[0]}" + (f" × {len(collective.operand)}" if len(collective.operand) > 1 else "")
+        beside = str(len(collective.beside)) if collective.asynchronous else "–"
+        part = model_part(collective.op_name)
+        sizes = (collective.operand_bytes, collective.bytes_inside, collective.bytes_between)
+        key = (collective.kind, axes, array, *sizes, beside, part)
+        rows[key] = rows.get(key, 0) + collective.times
     inside = between = 0.0
     for (kind, axes, array, operand, near, far, beside, part), times in rows.items():
         inside, between = inside + near * times, between + far * times
@@ -210,24 +210,26 @@ def _orders(orders: OrderReport) -> Iterator[Table]:
     for table in (open_, fixed):
         for column in table.columns:
             column.justify, column.overflow = "left", "fold"
-    for one in orders.sums:
-        place = one.place if one.program == "step" else f"{one.program}: {one.place}"
-        terms = "?" if one.sum.depth is None else f"{one.sum.depth:,}"
+    for ordered_sum in orders.sums:
+        place = ordered_sum.place if ordered_sum.program == "step" else f"{ordered_sum.program}: {ordered_sum.place}"
+        terms = "?" if ordered_sum.sum.depth is None else f"{ordered_sum.sum.depth:,}"
         cells = (
             place,
-            f"{one.sum.computed_by}, {one.sum.dtype}",
+            f"{ordered_sum.sum.computed_by}, {ordered_sum.sum.dtype}",
             terms,
-            one.sum.order or "?",
-            f"{one.times:g}",
+            ordered_sum.sum.order or "?",
+            f"{ordered_sum.times:g}",
         )
-        if not one.could_depend:
-            compiler = "the compiler chose the same in all of them" if one.sum.depends else one.sum.why
+        if not ordered_sum.could_depend:
+            compiler = "the compiler chose the same in all of them" if ordered_sum.sum.depends else ordered_sum.sum.why
             fixed.add_row(*cells, compiler)
             continue
-        otherwise = "\n".join(f"{label}: {'; '.join(ways) or 'no sum here'}" for label, ways in one.otherwise.items())
-        known = one.known.name if one.known else "[bold red]no[/bold red]"
-        open_.add_row(*cells, ", ".join(one.sum.depends), otherwise, known)
-    known = {one.known.name: one.known for one in orders.sums if one.could_depend and one.known}
+        otherwise = "\n".join(
+            f"{label}: {'; '.join(ways) or 'no sum here'}" for label, ways in ordered_sum.otherwise.items()
+        )
+        known = ordered_sum.known.name if ordered_sum.known else "[bold red]no[/bold red]"
+        open_.add_row(*cells, ", ".join(ordered_sum.sum.depends), otherwise, known)
+    known = {s.known.name: s.known for s in orders.sums if s.could_depend and s.known}
     open_.caption = "\n".join(f"{name}: {entry.why} To end it: {entry.remedy}" for name, entry in known.items())
     open_.caption_justify = "left"
     yield open_
@@ -263,11 +265,11 @@ def _exchanges(timeline: Timeline, name: str) -> Table:
         "exchange", "part of the model", "times", "ms", "beside compute", "hidden",
     )  # fmt: skip
     table.columns[1].justify = "left"
-    for one in timeline.exchanges():
-        if one.seconds < 1e-3 * timeline.step.value:
+    for exchange in timeline.exchanges():
+        if exchange.seconds < 1e-3 * timeline.step.value:
             continue
-        times = [f"{seconds * 1e3:.4g}" for seconds in (one.seconds, one.beside_compute)]
-        table.add_row(one.name, one.part, str(one.runs), *times, f"{one.hidden:.0%}")
+        times = [f"{seconds * 1e3:.4g}" for seconds in (exchange.seconds, exchange.beside_compute)]
+        table.add_row(exchange.name, exchange.part, str(exchange.runs), *times, f"{exchange.hidden:.0%}")
     return table
 
 
@@ -279,15 +281,15 @@ def _rebalance(moves: ExpertMoves) -> Table:
     both = (moves.first, moves.next)
 
     def row(name: str, value) -> None:
-        table.add_row(name, *(value(one) for one in both))
+        table.add_row(name, *(value(moved) for moved in both))
 
-    row("experts of a layer that move, all ranks", lambda one: f"{one.experts:.4g}")
-    row("  that the rank with the most receives", lambda one: f"{one.received:.3g}")
-    row("  bytes", lambda one: size_text(one.received * moves.expert_bytes))
-    row("exchanges of a layer", lambda one: f"{one.exchanges:.3g}")
+    row("experts of a layer that move, all ranks", lambda moved: f"{moved.experts:.4g}")
+    row("  that the rank with the most receives", lambda moved: f"{moved.received:.3g}")
+    row("  bytes", lambda moved: size_text(moved.received * moves.expert_bytes))
+    row("exchanges of a layer", lambda moved: f"{moved.exchanges:.3g}")
     if moves.next.seconds:
-        row("milliseconds of a layer, predicted", lambda one: _milliseconds(one.seconds))
-    row(f"steps of a rebalance of all {moves.layers} layers", lambda one: f"{moves.steps(one):,}")
+        row("milliseconds of a layer, predicted", lambda moved: _milliseconds(moved.seconds))
+    row(f"steps of a rebalance of all {moves.layers} layers", lambda moved: f"{moves.steps(moved):,}")
     table.caption = (
         f"an expert has {moves.expert_bytes:,} bytes on a device; {moves.experts_per_exchange} to a rank in an exchange, for which "
         f"the compiled program sends {moves.sent_bytes:,} bytes; its own temporaries {size_text(moves.exchange_temporaries)}"
@@ -297,10 +299,6 @@ def _rebalance(moves: ExpertMoves) -> Table:
 
 def _milliseconds(figure: Figure) -> str:
     return f"{figure.value * 1e3:.3g} ({figure.low * 1e3:.3g} – {figure.high * 1e3:.3g})"
-
-
-def _assumed(figure: Figure) -> str:
-    return f"{figure.name} {figure.value:.4g} ({figure.low:.4g} – {figure.high:.4g}): {figure.source}"
 
 
 def _fit(report: DryRunReport) -> Table:

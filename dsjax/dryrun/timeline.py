@@ -48,7 +48,7 @@ def parts_by_operation(program: Program) -> dict[Operation, str]:
 
 def _fused_op_names(program: Program, operation: Operation) -> list[str]:
     """Return the ``op_name`` of each operation inside a fusion, the root's first; empty for other operations."""
-    fused = program.computations.get(operation.computation("calls"))
+    fused = program.computations.get(operation.called("calls"))
     return [fused.root.op_name, *(one.op_name for one in fused.operations.values())] if fused else []
 
 
@@ -96,17 +96,13 @@ class PartCost:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective on the timeline: its duration in the whole step, and how much of it compute hides.
-
-    part: of the model. runs: number of runs. seconds: total time on the links; beside_compute: seconds of it during which the
-    compute thread works.
-    """
+    """A collective on the timeline: its duration in the whole step, and how much of it compute hides."""
 
     name: str
-    part: str
-    runs: int
-    seconds: float
-    beside_compute: float
+    part: str  # of the model
+    runs: int  # number of runs
+    seconds: float  # total time on the links
+    beside_compute: float  # seconds of it during which the compute thread works
 
     @property
     def hidden(self) -> float:
@@ -116,17 +112,13 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step on one device of a cluster.
-
-    schedule: with all assumptions at their middle; step: its seconds, and an interval whose ends have all assumptions at their most and
-    least favourable. assumed: converts operations and bytes to seconds. parts: operation → part of the model.
-    """
+    """A step on one device of a cluster."""
 
     cluster: Cluster
-    schedule: Schedule
-    step: Figure
-    assumed: Assumed
-    parts: Mapping[Operation, str]
+    schedule: Schedule  # with all assumptions at their middle
+    step: Figure  # its seconds, and an interval whose ends have all assumptions at their most and least favourable
+    assumed: Assumed  # converts operations and bytes to seconds
+    parts: Mapping[Operation, str]  # operation → part of the model
 
     @classmethod
     def of(

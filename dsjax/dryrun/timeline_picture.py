@@ -34,7 +34,8 @@ def draw(timeline: Timeline, file: Path, title: str) -> None:
 
     colours = _palette(timeline, pyplot.get_cmap("tab10"))
     figure, (step_axes, layer_axes) = pyplot.subplots(2, 1, figsize=(13, 7.6), height_ratios=(1, 1))
-    step, layer = timeline.step, timeline.middle_layer()
+    step = timeline.step
+    layer = timeline.middle_layer()
     scale, unit = _scale(step.value)
     _panel(step_axes, timeline, 0.0, step.value, colours)
     low, middle, high = (f"{end * scale:.4g}" for end in (step.low, step.value, step.high))
@@ -64,7 +65,8 @@ def _palette(timeline: Timeline, colours) -> dict[str, str]:
 
 
 def _panel(axes, timeline: Timeline, begin: float, end: float, colours: dict[str, str]) -> None:
-    spans, critical = timeline.schedule.spans, set(timeline.schedule.critical_path())
+    spans = timeline.schedule.spans
+    critical = set(timeline.schedule.critical_path())
     lanes = [lane for lane in _LANES if any(span.thread == lane for span in spans)]
     scale, unit = _scale(end - begin)
     smallest = (end - begin) / 4000

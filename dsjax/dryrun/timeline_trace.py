@@ -40,7 +40,8 @@ def write_json(file: Path, body: dict[str, Any]) -> None:
 
 def trace(timeline: Timeline, title: str) -> dict[str, Any]:
     """Return the trace as plain data. Times are microseconds from the step's begin, rounded to nanoseconds."""
-    spans, path = timeline.schedule.spans, timeline.schedule.critical_path()
+    spans = timeline.schedule.spans
+    path = timeline.schedule.critical_path()
     used = {span.thread for span in spans}
     events: list[dict[str, Any]] = [_event("M", None, "process_name", args={"name": title})]
     for number, thread in enumerate(THREADS, 1):
@@ -50,13 +51,14 @@ def trace(timeline: Timeline, title: str) -> dict[str, Any]:
     for iteration in timeline.schedule.iterations:
         name = f"{iteration.index + 1} of {iteration.times}"
         events.append(_complete(COMPUTE, name, iteration.begin, iteration.end, {"loop": iteration.loop.name}))
-    critical, room = set(path), MOST_EVENTS - len(spans)
+    critical = set(path)
+    room = MOST_EVENTS - len(spans)
     for index, span in enumerate(spans):
-        whole = sum(1 for _ in _expanded(span, 0.0, True))
+        whole = sum(1 for _ in _expanded(span, begin=0.0, every_iteration=True))
         room -= whole
         for inner, begin, end in _expanded(span, span.begin, room >= 0):
             events.append(_operation(timeline, inner, inner.thread, begin, end, index in critical))
-    events += [_operation(timeline, spans[i], _PATH, spans[i].begin, spans[i].end, True) for i in path]
+    events += [_operation(timeline, spans[i], _PATH, spans[i].begin, spans[i].end, critical=True) for i in path]
     events += _flows(spans)
     return {
         "traceEvents": events,

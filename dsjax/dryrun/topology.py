@@ -58,7 +58,8 @@ def target_devices(hardware: Hardware | None, count: int) -> Sequence[jax.Device
             ).devices
         # No device is used, so libtpu's lock file, which keeps a second process from a TPU, can be ignored.
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        generation, shape = xla_section(hardware)["generation"], torus(count)
+        generation = xla_section(hardware)["generation"]
+        shape = torus(count)
         return topologies.get_topology_desc(
             platform="tpu", topology_name=f"{generation}:{'x'.join(map(str, shape))}"
         ).devices

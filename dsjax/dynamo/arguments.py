@@ -49,11 +49,11 @@ class DynamoCommand(PanelledCommand):
         super().format_options(ctx, formatter)
         with formatter.section("Dynamo"):
             try:
-                options = [one for one in runtime_parser()._actions if one.help != argparse.SUPPRESS]
+                options = [action for action in runtime_parser()._actions if action.help != argparse.SUPPRESS]
             except UserError:
                 formatter.write_text("Dynamo's own options are listed here where it is installed.")
                 return
-            formatter.write_dl([_described(one) for one in options])
+            formatter.write_dl([_described(action) for action in options])
 
 
 def _described(option: argparse.Action) -> tuple[str, str]:
@@ -127,11 +127,11 @@ def parse(argv: list[str] | None) -> Prepared:
     Raises:
         SystemExit: there is no engine to create: `--help` was given, or this process has followed its group's leader to the end.
     """
-    read: list[Prepared] = []
-    typer.main.get_command(make_app(read.append)).main(argv, "dsjax dynamo", standalone_mode=False)
-    if not read:
+    prepared: list[Prepared] = []
+    typer.main.get_command(make_app(prepared.append)).main(argv, "dsjax dynamo", standalone_mode=False)
+    if not prepared:
         raise SystemExit(0)
-    return read[0]
+    return prepared[0]
 
 
 def allow_shutdown(variables: MutableMapping[str, str], shutdown_timeout: float) -> None:
@@ -224,8 +224,10 @@ def _prepare(
     directory = resolve(args.model, revision=args.revision)
     choose_parsers(runtime, Tokenizer.from_directory(directory))
     # Frontends read the tokenizer and the template from the same path, or from the hub if the model came from there.
-    here = args.model in bundled_models() or Path(os.path.expanduser(args.model)).is_dir() or args.revision is not None
-    model = str(directory.resolve()) if here else args.model
+    is_local = (
+        args.model in bundled_models() or Path(os.path.expanduser(args.model)).is_dir() or args.revision is not None
+    )
+    model = str(directory.resolve()) if is_local else args.model
     options = Options(args, names, model, step_timeout, shutdown_timeout, bootstrap)
     mode = DisaggregationMode(args.disaggregation_mode)
     worker = WorkerConfig.from_runtime_config(

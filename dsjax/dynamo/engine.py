@@ -33,6 +33,7 @@ from dsjax.serve.watchdog import Watchdog
 _log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
+"""Seconds between two checks of the running requests during a shutdown."""
 _IDLE_SECONDS = 1.0
 """Seconds between two load queries while no step reports loads, until no rank holds pages."""
 
@@ -53,7 +54,8 @@ class DsjaxEngine(Worker):
         self._metrics: Any = None
         self._thinking: ThinkingTokens | None = None
         self._loads: LoadPublisher | None = None
-        self._streams: dict[str, dict[OutputStream, Any]] = defaultdict(dict)  # context id → stream → context
+        # Context id → stream → context. A request that returns after a migration has its old id, so an id may have several streams.
+        self._streams: dict[str, dict[OutputStream, Any]] = defaultdict(dict)
         self._count = 0
 
     def _begin(self) -> EngineConfig:
@@ -86,7 +88,7 @@ class DsjaxEngine(Worker):
         stream, chunks = await self._submit(request, context)
         streams = self._streams[context.id()]
         streams[stream] = context
-        stopped = self._watch(context, stream)
+        stopped = self._cancel_when_stopped(context, stream)
         try:
             if context.is_stopped():
                 raise Cancelled
@@ -95,7 +97,7 @@ class DsjaxEngine(Worker):
                     for chunk in chunks.of(output):
                         yield chunk
         except Cancelled:
-            yield chunks.cancelled()
+            yield chunks.last("cancelled")
         except CompletionError as error:
             raise Unknown(str(error)) from error
         except (EngineDeadError, EngineClosingError) as error:
@@ -113,38 +115,43 @@ class DsjaxEngine(Worker):
         if engine is None:
             raise EngineShutdown("this worker ends")
         try:
-            read = translate(request, self._thinking)
+            prompt = translate(request, self._thinking)
             self._count += 1
             stream = await engine.submit(
-                f"{context.id()}~{self._count}",  # unique: a request that returns after a migration has its old id
-                [{"prompt_token_ids": read.token_ids}],
-                read.params,
-                read.options,
+                f"{context.id()}~{self._count}",
+                [{"prompt_token_ids": prompt.token_ids}],
+                prompt.params,
+                prompt.options,
             )
         except (UserError, TypeError) as error:
             raise InvalidArgument(str(error)) from error
         except (EngineDeadError, EngineClosingError) as error:
             raise EngineShutdown(str(error)) from error
-        return stream, Chunks(len(read.token_ids))
+        return stream, Chunks(len(prompt.token_ids))
 
-    def _watch(self, context: Any, stream: OutputStream) -> asyncio.Future | None:
+    def _cancel_when_stopped(self, context: Any, stream: OutputStream) -> asyncio.Future | None:
         """Cancel a decode worker's request as soon as its client has gone.
 
         On decode workers, Dynamo calls `abort` only after the first token, so that no KV arrives in freed memory. That cannot happen here.
         """
         if self._args.disaggregation_mode != "decode":
             return None
+
+        def cancel(stopped: asyncio.Future) -> None:
+            if not stopped.cancelled():  # `generate` cancels the future when the answer has ended
+                stream.fail(Cancelled("the request was cancelled"))
+
         stopped: asyncio.Future = context.async_killed_or_stopped()
-        stopped.add_done_callback(lambda _: stopped.cancelled() or stream.fail(Cancelled("the request was cancelled")))
+        stopped.add_done_callback(cancel)
         return stopped
 
     async def abort(self, context: Any) -> None:
         """Cancel a request whose client has gone. Its pages are free before the next step.
 
-        If the request has returned after a migration, under the same id, the new one continues.
+        If the request has returned after a migration, the new one continues.
         """
-        for stream, own in list(self._streams.get(context.id(), {}).items()):
-            if own.is_stopped() or own.is_killed():
+        for stream, stream_context in list(self._streams.get(context.id(), {}).items()):
+            if stream_context.is_stopped() or stream_context.is_killed():
                 stream.fail(Cancelled("the request was cancelled"))
 
     async def is_quiescent(self) -> bool:
@@ -153,9 +160,11 @@ class DsjaxEngine(Worker):
 
     async def cleanup(self) -> None:
         """Let requests finish for `shutdown_timeout` seconds, then shut down the engine. May follow a failed start, and be called twice."""
-        engine, self._engine = self._engine, None
+        engine = self._engine
         if engine is None:
             return
+        self._engine = None
+        # A change of the mesh would only delay the shutdown: requests do not wait for a larger mesh, and no process may leave the group.
         engine.wait_for_no_mesh()
         if self._group is not None:
             self._group.needs_all = True
@@ -197,7 +206,7 @@ class LoadPublisher(LoadReports, EngineObserver):
 
     def start(self) -> None:
         """Start to query the loads while no step reports them."""
-        self._task = asyncio.get_running_loop().create_task(self._look())
+        self._task = asyncio.get_running_loop().create_task(self._query_loads())
 
     def stop(self) -> None:
         """Stop reporting."""
@@ -209,14 +218,14 @@ class LoadPublisher(LoadReports, EngineObserver):
         """Report the loads after a step."""
         self.publish(stats.ranks)
 
-    async def _look(self) -> None:
+    async def _query_loads(self) -> None:
         while True:
             await asyncio.sleep(_IDLE_SECONDS)
             if self.holds_pages and not self._engine.num_unfinished:
                 with contained("load reports"):
                     try:
                         self.publish(await self._engine.call(lambda core: core.loads()))
-                    except EngineDeadError:
+                    except (EngineDeadError, EngineClosingError):
                         return
 
 

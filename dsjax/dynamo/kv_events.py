@@ -61,21 +61,21 @@ class _Rank:
     def apply(self, events: Sequence[Event]) -> list[dict[str, Any]]:
         """Return the changes for the router: the net effect of the events, stored blocks before removed ones."""
         changes: list[dict[str, Any]] = []
-        left: list[int] = []
+        removed: list[int] = []
         for event in events:
             if isinstance(event, BlockStored):
                 self._store(event, changes)
             elif isinstance(event, BlockRemoved):
-                left += event.block_hashes
+                removed += event.block_hashes
                 for block in event.block_hashes:
                     self._leave(block, event.medium)
             else:
                 assert isinstance(event, AllBlocksCleared)
-                left += self._places
+                removed += self._places
                 self._places.clear()
                 self._waiting.clear()
                 self._parents.clear()
-        gone = [block for block in dict.fromkeys(left) if block in self._published and block not in self._places]
+        gone = [block for block in dict.fromkeys(removed) if block in self._published and block not in self._places]
         if gone:
             self._published.difference_update(gone)
             for block in gone:
@@ -89,14 +89,14 @@ class _Rank:
         if self._published.isdisjoint(event.block_hashes) and self._knows(event.parent_block_hash):
             self._publish(event, changes)
             return
-        for one in _blocks(event):
-            if one.block_hashes[0] in self._published:
+        for stored in _blocks(event):
+            if stored.block_hashes[0] in self._published:
                 continue
-            if self._knows(one.parent_block_hash):
-                self._publish(one, changes)
+            if self._knows(stored.parent_block_hash):
+                self._publish(stored, changes)
             else:
-                self._waiting.setdefault(one.parent_block_hash, {})[one.block_hashes[0]] = one
-                self._parents[one.block_hashes[0]] = one.parent_block_hash
+                self._waiting.setdefault(stored.parent_block_hash, {})[stored.block_hashes[0]] = stored
+                self._parents[stored.block_hashes[0]] = stored.parent_block_hash
 
     def _publish(self, event: BlockStored, changes: list[dict[str, Any]]) -> None:
         due = [event]

@@ -83,23 +83,27 @@ class DsjaxPrefillEngine(Worker):
             self._die()
             raise EngineShutdown("the engine has failed")
         try:
-            read = translate(request)
-            self._check(read.token_ids)
+            prompt = translate(request)
+            self._check(prompt.token_ids)
         except (UserError, TypeError) as error:
             raise InvalidArgument(str(error)) from error
         # With another finish reason, the frontend would consider the answer complete and not call a decode worker.
-        last = {**Chunks(len(read.token_ids)).cancelled(), "finish_reason": "length"}
+        computed = Chunks(len(prompt.token_ids)).last("length")
         if is_probe(request):
-            yield last
+            yield computed
             return
         if context.is_stopped():
-            yield {**last, "finish_reason": "cancelled"}
+            yield {**computed, "finish_reason": "cancelled"}
             return
-        given = read.options
+        options = prompt.options
         params = server.prefill(
-            read.token_ids, salt=given.cache_salt, priority=given.priority, room=read.room, dp_rank=given.dp_rank
+            prompt.token_ids,
+            salt=options.cache_salt,
+            priority=options.priority,
+            room=prompt.room,
+            dp_rank=options.dp_rank,
         )
-        yield {**last, "disaggregated_params": params}
+        yield {**computed, "disaggregated_params": params}
 
     def _check(self, token_ids: list[int]) -> None:
         limits = self._server.engine.core.executor.limits
@@ -156,7 +160,7 @@ class PrefillLoads(LoadReports, Attachment):
 
     def __init__(self, core: EngineCore):
         super().__init__(core.executor.limits.num_ranks)
-        self.scheduled(core.scheduler)
+        self.scheduled(core.scheduler)  # the core calls this only for plugins that it was created with
 
     def begin_step(self, now: float) -> None:
         """Report what changed without a step."""
@@ -172,4 +176,4 @@ def _reached_at(address: str) -> str:
     text = f"computes prompts for decode workers, which reach it at {address}"
     if not is_loopback(split_address(address)[0]):
         return text
-    return f"{text}; workers of other hosts do not: for them give --transfer-host, an address of this host, and a cluster key"
+    return f"{text}. Workers on other hosts cannot reach it; give --transfer-host, an address of this host, and a cluster key"

@@ -42,17 +42,13 @@ class ThinkingTokens:
 
 @dataclass(frozen=True)
 class Translated:
-    """A request as `AsyncEngine.submit` takes it.
-
-    Attributes:
-        options: the DP rank that the router has chosen, if any; the priority; the salt; and the prefill worker that computes the
-            prompt, if any.
-        room: the number that identifies the request on both sides if the frontend sent it to both at once.
-    """
+    """A request as `AsyncEngine.submit` takes it."""
 
     token_ids: list[int]
     params: SamplingParams
+    # the DP rank that the router has chosen, if any; the priority; the salt; and the prefill worker that computes the prompt, if any
     options: RequestOptions
+    # the number that identifies the request on both sides if the frontend sent it to both at once
     room: int | None = None
 
 
@@ -70,7 +66,7 @@ def translate(request: Mapping[str, Any], thinking: ThinkingTokens | None = None
     extra = _given(request, "extra_args")
     passed = _given(extra, "sampling_options")
     stops = _given(request, "stop_conditions")
-    wanted = _given(request, "output_options")
+    output_options = _given(request, "output_options")
     routing = _given(request, "routing")
     _refuse_unknown(options | passed)
     options = options | passed
@@ -85,8 +81,8 @@ def translate(request: Mapping[str, Any], thinking: ThinkingTokens | None = None
         max_tokens=stops.get("max_tokens"),
         min_tokens=stops.get("min_tokens", 0),
         thinking_token_budget=stops.get("max_thinking_tokens"),
-        logprobs=wanted.get("logprobs"),
-        prompt_logprobs=wanted.get("prompt_logprobs"),
+        logprobs=output_options.get("logprobs"),
+        prompt_logprobs=output_options.get("prompt_logprobs"),
         structured_outputs=_form(request, _given(options, "guided_decoding"), token_ids, thinking),
         detokenize=False,
         output_kind=OutputKind.DELTA,
@@ -97,7 +93,8 @@ def translate(request: Mapping[str, Any], thinking: ThinkingTokens | None = None
         raise SamplingError("cache_salt", f"found {salt!r}, expected text")
     rank = routing.get("dp_rank")
     # Dynamo runs the highest priority first; dsjax, like vLLM, the lowest.
-    priority, rank = -int(routing.get("priority", 0)), None if rank is None else int(rank)
+    priority = -int(routing.get("priority", 0))
+    rank = None if rank is None else int(rank)
     bootstrap = _given(request, "bootstrap_info")
     return Translated(
         token_ids,
@@ -132,9 +129,9 @@ class Chunks:
             if completion.token_ids or completion.finished:
                 yield self._chunk(completion)
 
-    def cancelled(self) -> Chunk:
-        """Return the last chunk of a cancelled answer."""
-        return {"token_ids": [], "index": 0, "finish_reason": "cancelled", "completion_usage": self._usage()}
+    def last(self, finish_reason: str) -> Chunk:
+        """Return a last chunk without tokens, for an answer that ends with `finish_reason`."""
+        return {"token_ids": [], "index": 0, "finish_reason": finish_reason, "completion_usage": self._usage()}
 
     def _chunk(self, completion: CompletionOutput) -> Chunk:
         chunk: Chunk = {"token_ids": completion.token_ids, "index": completion.index}
@@ -182,15 +179,15 @@ def _given(holder: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {option: value for option, value in (options or {}).items() if value is not None}
 
 
-def _token_ids(given: Any) -> list[int]:
+def _token_ids(value: Any) -> list[int]:
     """Return the token ids of a list or of packed little-endian 32-bit integers, which the request plane may pass on."""
-    if isinstance(given, bytes | bytearray | memoryview):
+    if isinstance(value, bytes | bytearray | memoryview):
         packed = array.array("i")
-        packed.frombytes(bytes(given))
+        packed.frombytes(bytes(value))
         if sys.byteorder != "little":
             packed.byteswap()
         return packed.tolist()
-    return [int(token_id) for token_id in (() if given is None else given)]
+    return [int(token_id) for token_id in (() if value is None else value)]
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
@@ -206,11 +203,11 @@ def _refuse_unknown(options: Mapping[str, Any]) -> None:
         raise SamplingError("use_beam_search", "there is no beam search; leave it and length_penalty out")
 
 
-def _logit_bias(given: Any) -> dict[int, float] | None:
+def _logit_bias(value: Any) -> dict[int, float] | None:
     try:
-        return None if not given else {int(token_id): bias for token_id, bias in dict(given).items()}
+        return None if not value else {int(token_id): bias for token_id, bias in dict(value).items()}
     except (TypeError, ValueError) as error:
-        raise SamplingError("logit_bias", f"found {given!r}, expected token ids with numbers") from error
+        raise SamplingError("logit_bias", f"found {value!r}, expected token ids with numbers") from error
 
 
 def _form(
@@ -247,14 +244,14 @@ def _prefill(request: Mapping[str, Any], bootstrap: Mapping[str, Any]) -> dict[s
 def _top(entry: TokenLogprobs) -> list[dict[str, Any]]:
     """Return the sampled token, then the most probable ones. The frontend adds their text, as it has the tokenizer."""
     return [
-        {"rank": one.rank or 0, "token_id": token_id, "token": one.decoded_token, "logprob": one.logprob}
-        for token_id, one in entry.items()
+        {"rank": logprob.rank or 0, "token_id": token_id, "token": logprob.decoded_token, "logprob": logprob.logprob}
+        for token_id, logprob in entry.items()
     ]
 
 
 def _prompt_entry(entry: TokenLogprobs) -> dict[str, Any]:
     """Return the logprobs of one prompt position; token ids are strings, as in JSON."""
     return {
-        str(token_id): {"logprob": one.logprob} | ({} if one.rank is None else {"rank": one.rank})
-        for token_id, one in entry.items()
+        str(token_id): {"logprob": logprob.logprob} | ({} if logprob.rank is None else {"rank": logprob.rank})
+        for token_id, logprob in entry.items()
     }

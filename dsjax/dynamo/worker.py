@@ -32,23 +32,14 @@ _FLUSH_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a worker.
+    """Options of a worker."""
 
-    Attributes:
-        args: the engine's options.
-        names: model names for clients; the first is the main one.
-        model: directory or Hugging Face repository from which frontends load the tokenizer and the template.
-        step_timeout: seconds after which a step counts as hung and the process ends; 0: never.
-        shutdown_timeout: seconds for running requests to finish when the worker ends.
-        bootstrap: for a prefill worker: whether frontends send a request to both sides at once.
-    """
-
-    args: EngineArgs
-    names: tuple[str, ...]
-    model: str
-    step_timeout: float
-    shutdown_timeout: float
-    bootstrap: bool = False
+    args: EngineArgs  # the engine's options
+    names: tuple[str, ...]  # model names for clients; the first is the main one
+    model: str  # directory or Hugging Face repository from which frontends load the tokenizer and the template
+    step_timeout: float  # seconds after which a step counts as hung and the process ends; 0: never
+    shutdown_timeout: float  # seconds for running requests to finish when the worker ends
+    bootstrap: bool = False  # for a prefill worker: whether frontends send a request to both sides at once
 
 
 def registration(
@@ -83,7 +74,8 @@ class Worker(LLMEngine):
     """
 
     def __init__(self, options: Options):
-        self._options, self._args = options, options.args
+        self._options = options
+        self._args = options.args
         self._events = KvEvents()
         self._group: HostGroup | None = None
         self._watchdog: Watchdog | None = None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from dsjax.engine.contract.commands import Flush, Step
 from dsjax.engine.contract.executor import Executor, ExecutorLimits, RankResults
 from dsjax.engine.schedule.attachment import Attachment
-from dsjax.engine.schedule.mesh_changer import Generation, MeshChanger
+from dsjax.engine.schedule.mesh_changer import MeshChanger, MeshEpoch
 from dsjax.engine.schedule.page_source import SourceChain
 from dsjax.engine.schedule.parked import ParkedRequests
 from dsjax.engine.schedule.rank import RankLoad
@@ -22,14 +22,14 @@ Part = TypeVar("Part", bound=Attachment)
 
 
 class _InFlight(NamedTuple):
-    """A launched step. began, planned, launched: times at which its planning began, its planning ended, and it was launched."""
+    """A launched step."""
 
     plan: StepPlan
     command: Step
     pending: Any
-    began: float
-    planned: float
-    launched: float
+    began: float  # time at which its planning began
+    planned: float  # time at which its planning ended
+    launched: float  # time at which it was launched
 
 
 class EngineCore:
@@ -40,7 +40,7 @@ class EngineCore:
     Args:
         async_scheduling: False: plan a step only when the results of the previous one are entered.
         attachments: the engine plugins. The scheduler asks their page sources in this order.
-        generations: makes the executors of other meshes; None: the mesh is fixed.
+        mesh_changer: makes the executors of other meshes; None: the mesh is fixed.
 
     Attributes:
         parked: requests that the current mesh cannot hold and that wait for a larger one.
@@ -54,10 +54,11 @@ class EngineCore:
         *,
         async_scheduling: bool = True,
         attachments: Sequence[Attachment] = (),
-        generations: MeshChanger | None = None,
+        mesh_changer: MeshChanger | None = None,
     ):
         limits = executor.limits
-        self.executor, self.generations = executor, generations
+        self.executor = executor
+        self.mesh_changer = mesh_changer
         self.attachments = list(attachments)
         for part in self.attachments:
             part.start(executor, scheduler_config)
@@ -219,7 +220,7 @@ class EngineCore:
             page_waits=self.scheduler.pages.take_waits(),
         )
 
-    def change(self, make: Callable[[], Generation | None]) -> list[Update]:
+    def change(self, make: Callable[[], MeshEpoch | None]) -> list[Update]:
         """Finish the steps under way, then change the executor. Return the updates of these steps.
 
         make: returns the next executor, or None if the executor has changed in place and keeps its caches and requests.
@@ -235,26 +236,26 @@ class EngineCore:
 
         The steps under way are dropped: their tokens are not entered, and the pages that they wrote are not found again.
         """
-        if self.generations is None:
+        if self.mesh_changer is None:
             raise error
-        return self._switch_executor(lambda: self.generations.recover_from(error))
+        return self._switch_executor(lambda: self.mesh_changer.recover_from(error))
 
-    def _switch_executor(self, make: Callable[[], Generation | None]) -> list[Update]:
+    def _switch_executor(self, make: Callable[[], MeshEpoch | None]) -> list[Update]:
         self._in_flight.clear()
         self._stats = None
-        generation = make()
-        if generation is None:
+        epoch = make()
+        if epoch is None:
             return self._take_unreturned()
-        self.executor = generation.executor
+        self.executor = epoch.executor
         for part in self.attachments:
-            part.start(generation.executor, generation.config)
-        limits = generation.executor.limits
-        self.scheduler, refused = self.scheduler.successor(generation.config, limits.num_ranks, self.parked.requests)
+            part.start(epoch.executor, epoch.config)
+        limits = epoch.executor.limits
+        self.scheduler, refused = self.scheduler.successor(epoch.config, limits.num_ranks, self.parked.requests)
         self._writer = _writer(limits)
         self._num_preemptions = 0
         for part in self.attachments:
             part.scheduled(self.scheduler)
-        self.parked.larger_is_wanted = generation.larger_is_wanted
+        self.parked.is_reduced = epoch.is_reduced
         return self._take_unreturned() + self.parked.renew(refused, time.monotonic())
 
     def stats(self) -> StepStats | None:
@@ -297,7 +298,7 @@ class EngineCore:
                 return False
             for part in self.attachments:
                 part.before_launch(len(self._in_flight))
-            copies = self._writer.copies(plan)
+            copies = self._writer.copy_command(plan)
             if copies is not None:
                 self.executor.launch(copies)
             command = self._writer.write(plan)

@@ -99,8 +99,8 @@ def load_prefill(
         model = load_model(args, group, library=library, show_progress=show_progress)
         opened.callback(model.executor.shutdown)
         owners = chunk_owners(endpoint.address, group)
-        generations = None if group is None else Generations(args, group, model, library)
-        engine = _engine_of(args, model, event_sink, owners=owners, generations=generations)
+        mesh_changer = None if group is None else Generations(args, group, model, library)
+        engine = _engine_of(args, model, event_sink, owners=owners, mesh_changer=mesh_changer)
         transport = transport_of(args, endpoint.host)
         open_chunk = lambda number, take: take(engine.buffers.take(number))  # noqa: E731
         chunks = ChunkServer(endpoint, open_chunk, transport, args.transfer_timeout)

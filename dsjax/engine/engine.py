@@ -1,4 +1,4 @@
-"""`EngineParts`: a loaded engine. `attachments_of`: the engine plugins that its options ask for."""
+"""`EngineParts`: a loaded engine. `attachments_of`: the attachments (engine plugins) that its options ask for."""
 
 import contextlib
 from collections.abc import Sequence
@@ -32,11 +32,12 @@ class EngineParts:
         eos_token_ids: tokens that end a completion unless it ignores them.
         prefills: links to the prefill engines; None: this engine computes its own prompts.
         event_sink: also receives KV events, in the engine's thread.
-        generations: changes the mesh; None: the mesh is fixed.
+        mesh_changer: changes the mesh; None: the mesh is fixed.
 
     Attributes:
         inputs, outputs: may be used in another thread than the core.
-        prefills: links to the prefill engines. prefill_engines: those of this process.
+        prefill_links: links to the prefill engines; empty if there are none.
+        prefill_engines: the prefill engines of this process, one for each link.
     """
 
     def __init__(
@@ -49,16 +50,17 @@ class EngineParts:
         eos_token_ids: Sequence[int] = (),
         prefills: PrefillLinks | None = None,
         event_sink: EventSink | None = None,
-        generations: MeshChanger | None = None,
+        mesh_changer: MeshChanger | None = None,
     ):
         args = args or EngineArgs()
         self.tokenizer = tokenizer
         with contextlib.ExitStack() as opened:  # closes the publisher if a later line fails
-            sinks, events = [] if event_sink is None else [event_sink], args.kv_events
+            sinks = [] if event_sink is None else [event_sink]
+            events = args.kv_events
             if events is not None and events.publishes:
                 publisher = EventPublisher(events, executor.limits.num_ranks)
                 opened.callback(publisher.close)
-                sinks.insert(0, publisher)
+                sinks.append(publisher)
             attachments = attachments_of(scheduler_config, args, sinks)
             if prefills is not None:
                 attachments.append(prefills)
@@ -67,11 +69,11 @@ class EngineParts:
                 scheduler_config,
                 async_scheduling=args.async_scheduling,
                 attachments=attachments,
-                generations=generations,
+                mesh_changer=mesh_changer,
             )
             opened.pop_all()
-        self.prefills = () if prefills is None else tuple(prefills.links.values())
-        self.prefill_engines = [link.engine for link in self.prefills]
+        self.prefill_links = () if prefills is None else tuple(prefills.links.values())
+        self.prefill_engines = [link.engine for link in self.prefill_links]
         self.inputs = InputProcessor(tokenizer, scheduler_config, executor.limits.vocab_size, eos_token_ids, args.seed)
         self.outputs = OutputProcessor(tokenizer, args.stream_interval)
 
@@ -87,22 +89,22 @@ class EngineParts:
         """
 
         def progress_of(kind: str) -> Progress | None:
-            if progress is None or not self.prefills:
+            if progress is None or not self.prefill_links:
                 return progress
             return lambda done, total, label: progress(done, total, f"{kind} engine{ENGINE_END}{label}")
 
         rest = self.core.executor.warm_up(progress_of("decode"), lazily)
-        for link in self.prefills:
+        for link in self.prefill_links:
             link.warm_up(progress_of("prefill"))
-        if self.core.generations is not None:
-            self.core.generations.has_warmed_up()
+        if self.core.mesh_changer is not None:
+            self.core.mesh_changer.on_warmed_up()
         return rest
 
 
 def mesh_changer_of(core: EngineCore) -> MeshChanger:
     """Return the core's mesh changer, or raise a `UserError` that says why its mesh is fixed."""
-    if core.generations is not None:
-        return core.generations
+    if core.mesh_changer is not None:
+        return core.mesh_changer
     if core.part(PrefillLinks) is not None:
         raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
     raise UserError(
@@ -113,25 +115,25 @@ def mesh_changer_of(core: EngineCore) -> MeshChanger:
 def attachments_of(
     config: SchedulerConfig, args: EngineArgs | None = None, sinks: Sequence[EventSink] = ()
 ) -> list[Attachment]:
-    """List the engine plugins that the configuration asks for. sinks: receive KV events."""
+    """Return the attachments (engine plugins) that the configuration asks for. sinks: receive KV events."""
     args = args or EngineArgs()
-    parts: list[Attachment] = []
+    attachments: list[Attachment] = []
     if config.host_pages_per_rank or config.disk_pages:
-        parts.append(OffloadAttachment(config))
+        attachments.append(OffloadAttachment(config))
     if args.page_source is not None:
-        part = import_page_source(args.page_source).attachment()
-        if config.windows_per_rank and not (part.source and part.source.keeps_windows):
+        connector = import_page_source(args.page_source).attachment()
+        if config.windows_per_rank and not (connector.source and connector.source.keeps_windows):
             raise UserError(
                 f"--page-source {args.page_source} keeps pages of one kind, and this model also has window pages, without which the others "
                 "are of no use; give a connector with `keeps_windows` (docs/cache-tiers.md), or use --host-cache-bytes"
             )
-        parts.append(part)
+        attachments.append(connector)
     if sinks:
-        parts.append(PageEventStream(*sinks))
+        attachments.append(PageEventStream(*sinks))
     if config.speculation is not None and config.speculation.measures:
-        parts.append(DraftChoice(config.speculation.num_speculative_tokens))
+        attachments.append(DraftChoice(config.speculation.num_speculative_tokens))
     if args.eplb is not None:
         from dsjax.engine.experts.expert_balancer import ExpertBalancer  # loads NumPy and SciPy
 
-        parts.append(ExpertBalancer(args.eplb))
-    return parts
+        attachments.append(ExpertBalancer(args.eplb))
+    return attachments

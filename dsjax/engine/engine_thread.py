@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import EngineParts, mesh_changer_of
 from dsjax.engine.request_streams import RequestStreams
-from dsjax.engine.schedule.mesh_changer import Generation
+from dsjax.engine.schedule.mesh_changer import MeshEpoch
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import AdmissionError
 from dsjax.engine.stats import EngineObserver, StepStats
 from dsjax.engine.text.input_processor import PreparedRequest
-from dsjax.engine.text.outputs import EngineDeadError
+from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError
 from dsjax.errors import UserError
 
 if TYPE_CHECKING:  # imports JAX
@@ -92,8 +92,8 @@ class EngineThread:
 
     def start(self) -> None:
         """Start the thread."""
-        if self.core.generations is not None:
-            self.core.generations.watch(self.look_at_processes)
+        if self.core.mesh_changer is not None:
+            self.core.mesh_changer.watch(self.look_at_processes)
             self.look_at_processes()  # a process may have gone since the model was loaded
         self._thread.start()
 
@@ -111,7 +111,7 @@ class EngineThread:
         """Run a function in the thread, between two steps. It must not raise."""
         self._commands.put(lambda: self._between_steps.append(function))
 
-    def change(self, make: Callable[[], Generation | None]) -> None:
+    def change(self, make: Callable[[], MeshEpoch | None]) -> None:
         """Change the mesh or the expert processes, as `EngineCore.change` does, between steps. An error of `make` ends the thread."""
         try:
             updates = self.core.change(make)
@@ -203,8 +203,8 @@ class EngineThread:
         """Change the mesh between steps if a process has gone or come back. Any thread may call it."""
 
         def look() -> None:
-            if self.core.generations.needs_change:
-                self.change(self.core.generations.regroup)
+            if self.core.mesh_changer.needs_change:
+                self.change(self.core.mesh_changer.regroup)
 
         self.between_steps(look)
 
@@ -238,10 +238,11 @@ class ThreadedEngine:
     """An engine's core in a thread of its own, used from asyncio.
 
     A subclass defines three methods, which are called in the event loop's thread: `deliver(updates, stats)` receives a step's updates,
-    `fail_requests(error)` tells all clients that the engine has failed, and `abort_all()` ends every request with an error.
+    `fail_requests(error)` tells all clients that the engine has failed, and `abort_all()` sets `closing` and ends every request and call
+    with an `EngineClosingError`.
 
     on_death: called when the engine has failed. on_change: functions to call in the event loop's thread when the mesh has changed.
-    error: why the engine has failed, or None. closing: whether it refuses new requests. observers: see `RequestStreams`.
+    error: why the engine has failed, or None. closing: whether it refuses new requests and calls. observers: see `RequestStreams`.
     """
 
     def __init__(self, parts: EngineParts):
@@ -253,7 +254,7 @@ class ThreadedEngine:
         self._thread = EngineThread(
             parts.core,
             on_done=lambda updates, stats: self._loop.call_soon_threadsafe(self.deliver, updates, stats),
-            on_change=self._take_change,
+            on_change=self._note_mesh_change,
             on_death=lambda error: self._loop.call_soon_threadsafe(self.fail, error),
             wants_stats=lambda: bool(self.observers),
         )
@@ -275,7 +276,7 @@ class ThreadedEngine:
     @property
     def steppers(self) -> dict[str, EngineCore]:
         """Cores of this process by their names in messages: the engine's, or those of the decode and the prefill engine."""
-        if not self._parts.prefills:
+        if not self._parts.prefill_links:
             return {"the engine": self.core}
         [prefill] = self._parts.prefill_engines
         return {"the decode engine": self.core, "the prefill engine": prefill.core}
@@ -288,14 +289,14 @@ class ThreadedEngine:
     @property
     def change_under_way(self) -> str | None:
         """Current phase of a mesh change; None: the mesh is not being changed."""
-        generations = self.core.generations
-        return generations.phase if generations is not None else None
+        mesh_changer = self.core.mesh_changer
+        return mesh_changer.phase if mesh_changer is not None else None
 
     def start(self) -> None:
         """Start the thread. Call it in the event loop that will use the engine."""
         self._loop = asyncio.get_running_loop()
-        if self.core.generations is not None:
-            self.core.parked.seconds = self.core.generations.patience
+        if self.core.mesh_changer is not None:
+            self.core.parked.seconds = self.core.mesh_changer.patience
         self._thread.start()
 
     def wait_for_no_mesh(self) -> None:
@@ -304,12 +305,11 @@ class ThreadedEngine:
         self._thread.call(lambda: None)  # wakes the thread
 
     async def call(self, function: Callable[[EngineCore], Result]) -> Result:
-        """Run `function(core)` in the engine's thread between two steps. Return its result; raise its error, or an `EngineDeadError`."""
-        if self.error is not None or self.closing or not self._thread.alive:
-            raise EngineDeadError("the engine does not run")
-        future = self._loop.create_future()
-        self._calls.add(future)
-        future.add_done_callback(self._calls.discard)
+        """Run `function(core)` in the engine's thread between two steps and return its result.
+
+        Raises its error, an `EngineDeadError` if the engine has failed, or an `EngineClosingError` if it shuts down.
+        """
+        future = self._new_call()
 
         def run() -> None:
             try:
@@ -321,6 +321,17 @@ class ThreadedEngine:
         self._thread.between_steps(run)
         return await future
 
+    def _new_call(self) -> asyncio.Future:
+        """Return a future that `abort_all` and `fail` end with an error."""
+        if self.closing and self.error is None:
+            raise EngineClosingError("the server is shutting down")
+        if self.error is not None or not self._thread.alive:
+            raise EngineDeadError("the engine does not run")
+        future = self._loop.create_future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        return future
+
     async def scale(
         self, mesh: str | None, expert_mesh: str | None = None, afd_address: str | None = None
     ) -> "Generations":
@@ -329,43 +340,47 @@ class ThreadedEngine:
         Raises:
             UserError, MeshError: the change is not possible, or another one is under way; nothing has changed.
             EngineDeadError: the engine has failed, before or during the change.
+            EngineClosingError: the engine shuts down, before or during the change.
         """
         generations = mesh_changer_of(self.core)
+        answer = self._new_call()
         # A change that has begun is finished even if its caller is cancelled. It excludes other changes while it checks the mesh, too.
-        await asyncio.shield(asyncio.ensure_future(self._change_to(generations, mesh, expert_mesh, afd_address)))
+        change = asyncio.ensure_future(self._change_to(generations, mesh, expert_mesh, afd_address))
+        change.add_done_callback(lambda done: None if done.cancelled() else _resolve(answer, None, done.exception()))
+        await answer
         return generations
 
     async def _change_to(self, generations: "Generations", *wanted: str | None) -> None:
-        checked = await asyncio.to_thread(generations.request_change, *wanted)
+        checked = await asyncio.to_thread(generations.begin_change, *wanted)
         try:
             await self.call(lambda core: self._thread.change(lambda: generations.change_to(checked)))
         finally:
-            generations.end_request()
+            generations.end_change()
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End all requests and the thread. A thread that hangs in a step is left behind after `timeout` seconds."""
-        self.closing = True
         self.abort_all()
         self._thread.end()
         await asyncio.to_thread(self._thread.join, timeout)
-        self._fail_calls()
+        self._fail_calls(EngineDeadError("the engine has ended"))
 
     def fail(self, error: BaseException) -> None:
         """Fail every request, and call `on_death`."""
         self.fail_requests(error)
-        self._fail_calls()
+        self._fail_calls(EngineDeadError("the engine has ended"))
         if self.on_death is not None:
             self.on_death()
 
-    def _take_change(self) -> None:
+    def _note_mesh_change(self) -> None:
         """Check new requests against the new mesh's limits, and schedule `on_change`. Called in the engine's thread."""
         self._parts.inputs.change(self.core.scheduler.config)
         for call in self.on_change:
-            self._loop.call_soon_threadsafe(call, self.core.generations)
+            self._loop.call_soon_threadsafe(call, self.core.mesh_changer)
 
-    def _fail_calls(self) -> None:
+    def _fail_calls(self, error: Exception) -> None:
+        """End calls that wait for the thread, a change of the mesh among them, with an error."""
         for future in list(self._calls):
-            _resolve(future, None, EngineDeadError("the engine has ended"))
+            _resolve(future, None, error)
 
 
 class AsyncEngine(RequestStreams, ThreadedEngine):
@@ -374,6 +389,11 @@ class AsyncEngine(RequestStreams, ThreadedEngine):
     def __init__(self, parts: EngineParts):
         RequestStreams.__init__(self, parts.inputs, parts.outputs)
         ThreadedEngine.__init__(self, parts)
+
+    def abort_all(self) -> None:
+        """End all requests and calls with an `EngineClosingError`."""
+        super().abort_all()
+        self._fail_calls(EngineClosingError("the server is shutting down"))
 
     async def _admit(self, prepared: Sequence[PreparedRequest]) -> None:
         self._thread.add([request for each in prepared for request in each.completions])

@@ -28,7 +28,7 @@ from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.engine.afd.expert_side import ExpertSide
-from dsjax.engine.afd.expert_slots import SlotWriter, StackRow
+from dsjax.engine.afd.expert_slots import SlotWriter, StackLayer
 from dsjax.engine.afd.joint_calls import JointCalls, Part
 from dsjax.engine.afd.messages import COMPILE, OPEN, PLACE, STAGE, Answered, Call, Compile, Open, Opened, Place, Stage
 from dsjax.engine.afd.options import expert_share
@@ -39,7 +39,7 @@ from dsjax.engine.setup.spaces import expert_space
 from dsjax.errors import UserError
 from dsjax.messaging import Endpoint, LinkListener, Peer, PeerLostError, Request
 from dsjax.messaging.link import LinkLostError, Message
-from dsjax.messaging.wire import decoded
+from dsjax.messaging.wire import decode_value
 from dsjax.model.step import ModelStep
 from sharding import MeshSpec
 from sharding.arrays import put
@@ -155,9 +155,9 @@ class ExpertProcess:
                 f"it has the experts' devices from {self.side.first} on, and the attention side expects those from {opening.first} on "
                 "here; give --afd-address in the same order on both"
             )
-        if len(opening.placement) != 4 * self._writer.rows.size:
+        if len(opening.placement) != 4 * self._writer.placement.size:
             raise UserError(
-                f"its placement of experts has {len(opening.placement) // 4} slots, expected {self._writer.rows.size}"
+                f"its placement of experts has {len(opening.placement) // 4} slots, expected {self._writer.placement.size}"
             )
 
     def _joint_calls(self, opening: Open, members: Sequence[Member]) -> JointCalls:
@@ -191,8 +191,8 @@ class ExpertProcess:
 
     def _adopt_placement(self, opening: Open, *, alone: bool) -> None:
         """Place experts according to an attention side's placement. alone: whether no other attention side is connected."""
-        rows = np.frombuffer(opening.placement, "<i4").reshape(self._writer.rows.shape)
-        differs = (rows != self._writer.rows).any()
+        rows = np.frombuffer(opening.placement, "<i4").reshape(self._writer.placement.shape)
+        differs = (rows != self._writer.placement).any()
         if not alone and (self._mover is not None or differs):
             raise UserError(
                 "another attention side is connected, which has experts moved (--enable-eplb); it must be alone"
@@ -201,7 +201,7 @@ class ExpertProcess:
             self._mover = None
         if differs:
             with self._writer.lock:
-                read = self._writer.adopt(rows)
+                read = self._writer.place_all(rows)
             _log.info("%d experts were read from the checkpoint, as the attention side has them elsewhere.", read)
 
     def _stage(self, request: Request) -> None:
@@ -214,7 +214,7 @@ class ExpertProcess:
     def _place(self, request: Request) -> None:
         """Place experts. A side that changes nothing, and only wants to compile, need not be alone."""
         row, experts = request.body.row, np.frombuffer(request.body.experts, "<i4")
-        if not np.array_equal(self._writer.rows[row], experts):
+        if not np.array_equal(self._writer.placement[row], experts):
             self._reserve_for(request.peer)
         with self._writer.lock:
             self._writer.place(row, experts)
@@ -294,7 +294,7 @@ class ExpertProcess:
     def _receive_call(self, message: Message) -> None:
         """Queue a call, or answer with the reason for refusing it."""
         try:
-            call: Call = decoded(_calls, message.header)
+            call: Call = decode_value(_calls, message.header)
             self._check_layer(call.stack, call.layer)
             cells, wire = self._cells(call), self._exchange.wire
             rows = np.empty((len(cells), wire.row_words), wire.word)
@@ -342,10 +342,10 @@ class ExpertProcess:
 
     def _check_layer(self, stack: str, layer: int) -> None:
         """Raise `UserError` for a layer that this process does not have. A program would clamp its index to the nearest layer."""
-        stacks = {row.stack for row in self._writer.stack_rows}
+        stacks = {one.stack for one in self._writer.stack_layers}
         if stack not in stacks:
             raise UserError(f"there is no stack of experts {stack!r}, only {', '.join(sorted(stacks))}")
-        if StackRow(stack, layer) not in self._writer.stack_rows:
+        if StackLayer(stack, layer) not in self._writer.stack_layers:
             raise UserError(f"{stack} has no experts in layer {layer}")
 
     def _cells(self, call: Call) -> np.ndarray:
@@ -387,14 +387,14 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
         mesh,
         side.rules,
         weights=weights,
-        placement=step.stored_placement,
-        mtp=step.has_module,
+        placement=step.with_shared_slots(step.placement),
+        mtp=step.has_mtp,
         only=side.infos,
         window=side.window,
         progress=show_progress,
     )
     jax.block_until_ready(side.params)
-    reader = ExpertReader(checkpoint.config, checkpoint, weights, mesh.devices.flat[0].platform, mtp=step.has_module)
+    reader = ExpertReader(checkpoint.config, checkpoint, weights, mesh.devices.flat[0].platform, mtp=step.has_mtp)
     writer = SlotWriter(side, step.config.layer_runs, step.placement.physical_to_logical, reader.read)
     if args.eplb:
         writer.rehearse()

@@ -45,8 +45,8 @@ class LLMEngine:
 
         If a process was lost, leaves or has returned, the mesh changes before the step.
         """
-        generations = self.core.generations
-        if generations is not None and generations.take_change():
+        mesh_changer = self.core.mesh_changer
+        if mesh_changer is not None and mesh_changer.poll_change():
             self._thread.look_at_processes()
         self._thread.turn(wait=False)
         ready, self._ready = self._ready, []
@@ -69,16 +69,16 @@ class LLMEngine:
 
     def scale(self, mesh: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> None:
         """Continue on another mesh, or with other expert processes; arguments and errors as in ``LLM.scale``."""
-        generations = mesh_changer_of(self.core)
-        wanted = generations.request_change(mesh, expert_mesh, afd_address)
+        mesh_changer = mesh_changer_of(self.core)
+        wanted = mesh_changer.begin_change(mesh, expert_mesh, afd_address)
         try:
-            updates = self.core.change(lambda: generations.change_to(wanted))
+            updates = self.core.change(lambda: mesh_changer.change_to(wanted))
         finally:
-            generations.end_request()
+            mesh_changer.end_change()
         self.on_change()
         self.on_done(updates)
-        if generations.failure is not None:
-            raise generations.failure
+        if mesh_changer.failure is not None:
+            raise mesh_changer.failure
 
     def flush_prefix_cache(self) -> None:
         """Empty the prefix cache."""

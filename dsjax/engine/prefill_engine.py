@@ -23,8 +23,9 @@ class PrefillEngine:
 
     Args:
         timeout: seconds after which pages that no decode engine has pulled are dropped, together with their transfer.
-        attachments: further plugins of the core. owners: process that holds the pages of each rank, see `PrefillService`. generations:
-            creates the executors of other meshes, see `EngineCore`.
+        attachments: further plugins of the core.
+        owners: process that holds the pages of each rank, see `PrefillService`.
+        mesh_changer: creates the executors of other meshes, see `EngineCore`.
 
     thread: runs the steps. error: exception that ended it. on_death: called after such an error.
     """
@@ -38,7 +39,7 @@ class PrefillEngine:
         async_scheduling: bool = True,
         attachments: Sequence[Attachment] = (),
         owners: ChunkOwners | None = None,
-        generations: MeshChanger | None = None,
+        mesh_changer: MeshChanger | None = None,
     ):
         self.service = PrefillService(timeout=timeout, owners=owners)
         self.core = EngineCore(
@@ -46,7 +47,7 @@ class PrefillEngine:
             config,
             async_scheduling=async_scheduling,
             attachments=[*attachments, self.service],
-            generations=generations,
+            mesh_changer=mesh_changer,
         )
         self.service.flush_core = self.core.flush_prefix_cache
         self.error: BaseException | None = None
@@ -87,8 +88,8 @@ class PrefillEngine:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile all shapes, in all processes."""
         self.core.executor.warm_up(progress)
-        if self.core.generations is not None:
-            self.core.generations.has_warmed_up()
+        if self.core.mesh_changer is not None:
+            self.core.mesh_changer.on_warmed_up()
 
     def shutdown(self, timeout: float = 10.0) -> None:
         """Stop the thread, and release the executor's resources. Transfers in progress fail."""

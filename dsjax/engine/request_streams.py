@@ -244,7 +244,8 @@ class RequestStreams(ABC):
         return ended
 
     def abort_all(self) -> None:
-        """End all requests; each stream gets an `EngineClosingError`."""
+        """Refuse new requests from now on, and end all others; each stream gets an `EngineClosingError`."""
+        self.closing = True
         for stream in set(self._streams.values()):
             stream.put(EngineClosingError("the server is shutting down"))
         self.abort(list(self._streams))

@@ -13,15 +13,12 @@ from dsjax.engine.text.outputs import RequestOutput
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """Counts of the drafts that a step verified, with vLLM's names.
+    """Counts of the drafts that a step verified, with vLLM's names."""
 
-    num_drafts: rows with drafts. accepted_per_position: number of rows whose first, second, … draft was accepted.
-    """
-
-    num_drafts: int
+    num_drafts: int  # rows with drafts
     num_draft_tokens: int
     num_accepted_tokens: int
-    accepted_per_position: tuple[int, ...]
+    accepted_per_position: tuple[int, ...]  # number of rows whose first, second, … draft was accepted
 
     @classmethod
     def of(cls, results: Sequence[RankResults]) -> "DraftCounts":
@@ -35,33 +32,24 @@ class DraftCounts:
 
 @dataclass(frozen=True, eq=False)
 class StepStats:
-    """One step of the engine. Counts are for this step alone unless stated otherwise.
+    """One step of the engine. Counts are for this step alone unless stated otherwise."""
 
-    Attributes:
-        time: when the step's results were entered, in seconds of the engine's clock.
-        duration: seconds from planning the step to entering its results. With asynchronous scheduling two steps overlap.
-        host_seconds: by part: `plan`, `launch` (lay out and send inputs), `device` (wait for the previous step, and compute), `enter`.
-        num_decode_tokens, num_prompt_tokens: computed tokens. A preempted request's tokens are prompt tokens when they are recomputed.
-        num_padding_tokens: tokens computed for padding slots.
-        compilations_after_warm_up: total so far; must stay 0. ranks: loads after the step.
-        drafts: None if the step had no drafts to verify.
-        parts: totals so far, by engine plugin: `balance` (`BalanceStats`), `disk` (`DiskCounts`), `transfers`
-            (`TransferCounts`).
-        page_waits: (tier, seconds) of each wait for pages from that tier since the previous stats.
-    """
-
-    time: float
+    time: float  # when the step's results were entered, in seconds of the engine's clock
+    # seconds from planning the step to entering its results. With asynchronous scheduling two steps overlap
     duration: float
+    # by part: `plan`, `launch` (lay out and send inputs), `device` (wait for the previous step, and compute), `enter`
     host_seconds: dict[str, float]
-    num_decode_tokens: int
-    num_prompt_tokens: int
-    num_padding_tokens: int
+    num_decode_tokens: int  # computed tokens of output
+    num_prompt_tokens: int  # computed tokens of prompts, and of preempted requests that are computed again
+    num_padding_tokens: int  # tokens computed for padding slots
     num_preemptions: int
-    compilations_after_warm_up: int
-    ranks: list[RankLoad]
+    compilations_after_warm_up: int  # total so far; must stay 0
+    ranks: list[RankLoad]  # loads after the step
     experts: ExpertCounts | None = None
-    drafts: DraftCounts | None = None
+    drafts: DraftCounts | None = None  # None if the step had no drafts to verify
+    # totals so far, by engine plugin: `balance` (`BalanceStats`), `disk` (`DiskCounts`), `transfers` (`TransferCounts`)
     parts: Mapping[str, Any] = field(default_factory=dict)
+    # (tier, seconds) of each wait for pages from that tier since the previous stats
     page_waits: list[tuple[str, float]] = field(default_factory=list)
 
 

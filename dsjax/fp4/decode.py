@@ -37,17 +37,17 @@ def unpack(packed: UInt8[Array, "..."], axis: int, integers: bool = False) -> Fl
 
 
 def decode(
-    packed: UInt8[Array, "..."], scales: Array, whole: Float[Array, "..."] | None, depth_axis: int, dtype: jnp.dtype
+    packed: UInt8[Array, "..."], scales: Array, tensor_scale: Array | None, depth_axis: int, dtype: jnp.dtype
 ) -> Float[Array, "..."]:
-    """Return ``(value × scale) × whole``, computed in float32 and rounded to ``dtype``. Without ``whole``, e2m1 is exact in bfloat16.
+    """Return ``(value × scale) × tensor_scale``, computed in float32 and rounded to ``dtype``. e2m1 × scale is exact in bfloat16.
 
     packed: ``[..., in / 2, (2,) out]``. depth_axis: the axis of ``in``. scales: ``[..., in / block, (2,) out]``, e4m3 (NVFP4), uint8 with
-    e8m0 exponents (MXFP4) or bfloat16 (INT4). whole: each matrix's per-tensor scale, with the same leading dimensions and trailing
+    e8m0 exponents (MXFP4) or bfloat16 (INT4). tensor_scale: float32, of each matrix, with the same leading dimensions and trailing
     dimensions of 1; None in formats without one.
     """
     values = unpack(packed, depth_axis, integers=scales.dtype == INT4.scale_dtype)
     block = values.shape[depth_axis] // scales.shape[depth_axis]
     values = values * jnp.repeat(scales_to_values(scales), block, axis=depth_axis)
-    if whole is not None:
-        values = values * whole
+    if tensor_scale is not None:
+        values = values * tensor_scale
     return values.astype(dtype)

@@ -18,17 +18,14 @@ INT4_HALF_RANGE = 7.5
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """A format of four-bit values, two per byte, with one scale per ``block`` values along the depth.
-
-    scale_dtype: NumPy or ml_dtypes name of the scale's dtype, different in each format; ``uint8`` is the byte of an e8m0 exponent.
-    has_global: whether a tensor also has a float32 scale. integers: whether values are integers instead of e2m1 numbers.
-    """
+    """A format of four-bit values, two per byte, with one scale per ``block`` values along the depth."""
 
     name: str
     block: int
+    # NumPy or ml_dtypes name of the scale's dtype, different in each format; ``uint8`` is the byte of an e8m0 exponent
     scale_dtype: str
-    has_global: bool = False
-    integers: bool = False
+    has_global: bool = False  # whether a tensor also has a float32 scale
+    integers: bool = False  # whether values are integers instead of e2m1 numbers
 
     @property
     def scale_bytes(self) -> int:

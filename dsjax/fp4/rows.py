@@ -28,7 +28,7 @@ class NVFP4Rows(NamedTuple):
 
     values: Float[Array, "*n K"]
     scales: Float[Array, "*n B"]
-    whole: Float[Array, "*n 1"]
+    row_scale: Float[Array, "*n 1"]
 
     def in_float32(self) -> Float[Array, "*n K"]:
         """Return ``e2m1 × e4m3``, exact, without the row scale."""
@@ -42,14 +42,14 @@ def quantise(x: Float[Array, "*n K"]) -> NVFP4Rows:
     """
     x = x.astype(jnp.float32)
     blocks = x.reshape(*x.shape[:-1], -1, NVFP4.block)
-    largest = jnp.max(jnp.abs(blocks), axis=-1)
+    amax = jnp.max(jnp.abs(blocks), axis=-1)
     # Multiply by the reciprocal, as XLA does for division by a constant.
-    whole = jnp.max(largest, axis=-1, keepdims=True) * np.float32(1 / (LARGEST * E4M3_LARGEST))
-    whole = jnp.where(whole == 0, 1.0, whole)
-    scales = jnp.clip(largest * np.float32(1 / LARGEST) / whole, _LEAST_E4M3, E4M3_LARGEST).astype(_E4M3)
-    quotient = blocks / (scales.astype(jnp.float32) * whole)[..., None]
+    row_scale = jnp.max(amax, axis=-1, keepdims=True) * np.float32(1 / (LARGEST * E4M3_LARGEST))
+    row_scale = jnp.where(row_scale == 0, 1.0, row_scale)
+    scales = jnp.clip(amax * np.float32(1 / LARGEST) / row_scale, _LEAST_E4M3, E4M3_LARGEST).astype(_E4M3)
+    quotient = blocks / (scales.astype(jnp.float32) * row_scale)[..., None]
     values = nearest_e2m1(jnp.clip(quotient, -LARGEST, LARGEST)).astype(jnp.float4_e2m1fn)
-    return NVFP4Rows(values.reshape(x.shape), scales, whole)
+    return NVFP4Rows(values.reshape(x.shape), scales, row_scale)
 
 
 def nearest_e2m1(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
@@ -65,31 +65,31 @@ def nearest_e2m1(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
 def round_trip(x: Float[Array, "*n K"]) -> Float[Array, "*n K"]:
     """Quantise rows to NVFP4 and back to float32: ``(e2m1 × e4m3) × row scale``, rounded once."""
     rows = quantise(x)
-    return rows.in_float32() * rows.whole
+    return rows.in_float32() * rows.row_scale
 
 
 def product(
-    x: Float[Array, "X C K"], packed: UInt8[Array, "X K/2 *m"], scales: Array, whole: Float[Array, "X ..."]
+    x: Float[Array, "X C K"], packed: UInt8[Array, "X K/2 *m"], scales: Array, tensor_scale: Float[Array, "X ..."]
 ) -> Float[Array, "X C *m"]:
     """Return ``x · matrix`` for each of X in float32, with rows quantised to NVFP4. The matrix arrays have the layout of ``decode``.
 
-    scales: e4m3 ``[X, K/16, *m]``. whole: one value per matrix, ``[X, 2, 1]`` if gate and up are side by side, else ``[X, 1]``.
+    scales: e4m3 ``[X, K/16, *m]``. tensor_scale: one value per matrix, ``[X, 2, 1]`` if gate and up are side by side, else ``[X, 1]``.
     """
     rows, (X, K), columns = quantise(x), (len(packed), x.shape[-1]), packed.shape[2:]
     N = math.prod(columns)
 
-    def on_cuda(values, row_scales, packed, scales):
+    def on_cuda(values, block_scales, packed, scales):
         turned = jnp.moveaxis(packed.reshape(X, K // 2, N), 1, 2)
         weight = lax.bitcast_convert_type(turned, jnp.float4_e2m1fn).reshape(X, N, K)
         of_weight = jnp.moveaxis(scales.reshape(X, -1, N), 1, 2)
-        return jax.nn.scaled_matmul(values, weight, row_scales, of_weight, preferred_element_type=jnp.float32)
+        return jax.nn.scaled_matmul(values, weight, block_scales, of_weight, preferred_element_type=jnp.float32)
 
-    def widened(values, row_scales, packed, scales):
+    def widened(values, block_scales, packed, scales):
         weight = decode(packed, scales, None, 1, jnp.float32).reshape(X, K, N)
-        exact = NVFP4Rows(values, row_scales, rows.whole).in_float32()
+        exact = NVFP4Rows(values, block_scales, rows.row_scale).in_float32()
         return jnp.matmul(exact, weight, precision=lax.Precision.HIGHEST)
 
     out = lax.platform_dependent(rows.values, rows.scales, packed, scales, cuda=on_cuda, default=widened)
     return out.reshape(*out.shape[:2], *columns) * (
-        rows.whole.reshape(*rows.whole.shape[:2], *[1] * len(columns)) * whole[:, None]
+        rows.row_scale.reshape(*rows.row_scale.shape[:2], *[1] * len(columns)) * tensor_scale[:, None]
     )

@@ -21,12 +21,7 @@ _DIES = {"h200": "GH100", "b200": "GB100"}
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Vendor figures of one device, in decimal units: bytes, bytes per second, dense operations per second.
-
-    scale_out_gbps: network bandwidth of one device to other domains, per direction, in Gbit/s; a cluster usually overrides it. xla: target
-    description for the compiler (see `dsjax.dryrun.topology`); may be empty, because plans do not need it. operators: key of the device
-    whose operator tables apply to this one; empty: its own, if any.
-    """
+    """Vendor figures of one device, in decimal units: bytes, bytes per second, dense operations per second."""
 
     key: str
     name: str
@@ -40,10 +35,12 @@ class Hardware:
     scale_up_bandwidth: AboveZero  # to devices of the same scale-up domain (NVLink, ICI), per direction
     scale_up_devices: Count  # devices in a scale-up domain
     devices_per_host: Count
+    # network bandwidth of one device to other domains, per direction, in Gbit/s; a cluster usually overrides it
     scale_out_gbps: AboveZero
+    # target description for the compiler (see `dsjax.dryrun.topology`); may be empty, because plans do not need it
     xla: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, str]  # field → source of its figure
-    operators: str = ""
+    operators: str = ""  # key of the device whose operator tables apply to this one; empty: its own, if any
     die: str = ""  # devices of the same die differ in memory and links only
     price_per_hour: AboveZero | None = None  # of one device
 

@@ -46,7 +46,8 @@ class _Gather:
         """Answer all waiters if the all-gather has failed, or has the values of all these processes."""
         if self.error is None and not self.values.keys() >= set(process_ids):
             return
-        waiters, self.waiters = self.waiters, []
+        waiters = self.waiters
+        self.waiters = []
         for waiter in waiters:
             if self.error is None:
                 waiter.reply([self.values[process_id] for process_id in process_ids])
@@ -77,7 +78,8 @@ class Agreement:
         """Begin a mesh epoch: fail the pending all-gathers of the previous one and restart the numbering."""
         with self._membership.changed:
             self._numbers.clear()
-            gathers, self._gathers = self._gathers, defaultdict(_Gather)
+            gathers = self._gathers
+            self._gathers = defaultdict(_Gather)
         self._fail(gathers.values(), "another generation has begun")
 
     def fail_pending(self, error: GroupError) -> None:
@@ -145,7 +147,8 @@ class Agreement:
                 waiter.refuse(f"generation {contribution.epoch} was given up")
                 return
             key = contribution.name, contribution.number
-            gather, present = self._gathers[key], membership.present
+            gather = self._gathers[key]
+            present = membership.present
             gather.values[process_id] = contribution.value
             gather.waiters.append(waiter)
             if contribution.error is not None and gather.error is None:

@@ -31,11 +31,11 @@ def start_service(options: HostOptions) -> tuple[Any, str]:
     """Start the service in process 0, before its address is announced. Return the service and `HOST:PORT`."""
     _configure()
     for attempt in range(_TRIES):
-        with socket.socket(socket.AF_INET6 if ":" in options.address else socket.AF_INET) as held:
+        with socket.socket(socket.AF_INET6 if ":" in options.address else socket.AF_INET) as reserved:
             # gRPC sets SO_REUSEPORT and can share this port. While this socket is bound to it, the kernel assigns it to no other process.
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            held.bind((options.address, 0))
-            address = join_address(options.address, held.getsockname()[1])
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            reserved.bind((options.address, 0))
+            address = join_address(options.address, reserved.getsockname()[1])
             try:
                 return start_coordination_service(address, options.num_processes, options.heartbeat_timeout), address
             except jax.errors.JaxRuntimeError:  # another process took the port

@@ -49,7 +49,8 @@ class HostGroup(Membership):
     step never counts as silence. Process 0 then announces a new mesh epoch, for which the others wait. If process 0 is lost, all end.
 
     Args:
-        door: in process 0. leader: in other processes, the connection to process 0.
+        door: admits the other processes, in process 0.
+        leader: in other processes, the connection to process 0.
         response: process 0's response to all processes, or to this process alone if the group had already formed.
 
     Raises:
@@ -58,7 +59,8 @@ class HostGroup(Membership):
     Attributes:
         on_change: in process 0: called in another thread when a member is lost (with the error), has returned or asks to leave (None).
         has_ended: whether process 0 has announced the end of the group.
-        agreement: all-gather over the processes of the mesh epoch. collectives: this process's connections for collectives.
+        agreement: all-gather over the processes of the mesh epoch.
+        collectives: this process's connections for collectives.
         links: the other processes that this one reaches, and the state of the links to them.
     """
 
@@ -75,7 +77,9 @@ class HostGroup(Membership):
         super().__init__(options.process_id, response.members)
         self.options, self.endpoint, self.leader = options, endpoint, leader
         endpoint.is_shared = True
-        self.epoch, self.wanted, self._response = response.generation, response.wanted, response
+        self.epoch = response.generation
+        self.wanted = response.wanted
+        self._response = response
         self._door, self._log = door, log
         self.on_change: Callable[[GroupError | None], None] | None = None
         self.on_end: Callable[[], object] = lambda: None
@@ -87,7 +91,8 @@ class HostGroup(Membership):
         if response.generation == 0:
             self._inboxes[0] = queue.SimpleQueue()
         self._announced: queue.SimpleQueue[Announcement] = queue.SimpleQueue()
-        self._latest_epoch, self._why_ended = response.generation - 1, None
+        self._latest_epoch = response.generation - 1
+        self._why_ended = None
         self.has_ended = False
         self._leave_requests: dict[JoinRequest, Request] = {}
         self._leave_timer: threading.Timer | None = None
@@ -95,7 +100,6 @@ class HostGroup(Membership):
             endpoint.serve(_LEAVE, self._receive_leave_request, roles=("member",), kind=None)
             door.open(self, self._on_disconnect, self._notify_change)
         else:
-            leader.on_lost(lambda: self._on_disconnect(self.members[0]))
             fail = lambda error: self._on_disconnect(self.members[0])  # noqa: E731
             name = JoinRequest.of(options, endpoint.port).identity.encode()
             try:
@@ -105,6 +109,7 @@ class HostGroup(Membership):
                 if isinstance(error, PeerLostError):
                     raise GroupError(f"the group of {self.members[0].name} cannot be followed: {error}") from error
                 raise
+            leader.on_lost(lambda: self._on_disconnect(self.members[0]))
 
     @classmethod
     def start(cls, options: HostOptions, prepare: Callable[[], Mapping[str, Any]]) -> HostGroup:
@@ -229,7 +234,8 @@ class HostGroup(Membership):
             return
         announcement = msgspec.msgpack.decode(body[1:], type=Announcement)
         if announcement.ended:
-            self.has_ended, self._why_ended = True, announcement.reason or None
+            self.has_ended = True
+            self._why_ended = announcement.reason or None
         else:
             self._latest_epoch = announcement.number
         if announcement.members:
@@ -340,7 +346,8 @@ class HostGroup(Membership):
             request.reply(True)
             return
         with self.changed:
-            before, self._leave_requests[member] = self._leave_requests.get(member), request
+            before = self._leave_requests.get(member)
+            self._leave_requests[member] = request
             if before is None:
                 self.ask_to_leave(member)
         if before is not None:

@@ -40,29 +40,23 @@ _RTT, _RETRANSMITTED, _SEGMENTS = 68, 100, 136
 
 
 class LinkCheck(msgspec.Struct, frozen=True, array_like=True):
-    """Request of process 0. broken: mesh epoch whose collectives are abandoned. members: processes to ping."""
+    """Request of process 0."""
 
-    broken: int
-    members: list[JoinRequest]
+    broken: int  # mesh epoch whose collectives are abandoned
+    members: list[JoinRequest]  # processes to ping
 
 
 @dataclass
 class LinkState:
-    """State of a link to another process. None: not measured yet, or not available on this system.
+    """State of a link to another process. None: not measured yet, or not available on this system."""
 
-    Attributes:
-        round_trip: seconds between a packet and its acknowledgement, smoothed by the kernel.
-        answer: shortest ping time of the last probe, in seconds, including Python overhead on both sides.
-        probes: number of probes of the link. unanswered: probes without an answer.
-        segments, retransmitted: TCP segments sent and retransmitted; retransmitted ÷ segments is the packet loss rate.
-    """
-
-    round_trip: float | None = None
+    round_trip: float | None = None  # seconds between a packet and its acknowledgement, smoothed by the kernel
+    # shortest ping time of the last probe, in seconds, including Python overhead on both sides
     answer: float | None = None
-    probes: int = 0
-    unanswered: int = 0
-    segments: int = 0
-    retransmitted: int = 0
+    probes: int = 0  # number of probes of the link
+    unanswered: int = 0  # probes without an answer
+    segments: int = 0  # TCP segments sent
+    retransmitted: int = 0  # TCP segments sent again; ÷ `segments` is the packet loss rate
 
 
 class Links:
@@ -98,7 +92,8 @@ class Links:
         question = LinkCheck(broken, list(members))
         peers = {member.process_id: self._peer_of(member.process_id) for member in members[1:]}
         replies = {one: peer.request(_SERVICE, question, kind=list[int]) for one, peer in peers.items() if peer}
-        deadline, cut = time.monotonic() + SECONDS + _GRACE_SECONDS, {0: self.unreached(members)}
+        deadline = time.monotonic() + SECONDS + _GRACE_SECONDS
+        cut = {0: self.unreached(members)}
         for process_id, reply in replies.items():
             with contextlib.suppress(TimeoutError, PeerLostError, RefusedError, RuntimeError):
                 cut[process_id] = reply.result(max(0.0, deadline - time.monotonic()))

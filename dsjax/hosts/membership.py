@@ -17,9 +17,11 @@ class Membership:
     own_id: id of this process. members: all processes of the group.
 
     Attributes:
-        members: all processes by id, each in its latest incarnation. present: members of the current mesh epoch.
+        members: all processes by id, each in its latest incarnation.
+        present: members of the current mesh epoch.
         epoch: number of the current mesh epoch.
-        lost: errors of the members that are gone, by id. live_ids: ids of members that can join the next mesh epoch.
+        lost: errors of the members that are gone, by id.
+        live_ids: ids of members that can join the next mesh epoch.
         changed: condition that guards this state; notified on changes.
         excused: members that asked to leave and will be in no further mesh epoch.
         needs_all: whether no member may leave any more, because the group ends after the running work.
@@ -28,7 +30,9 @@ class Membership:
 
     def __init__(self, own_id: int, members: Sequence[JoinRequest]):
         self._own_id = own_id
-        self.members, self.present, self.epoch = list(members), list(members), 0
+        self.members = list(members)
+        self.present = list(members)
+        self.epoch = 0
         self.lost: dict[int, GroupError] = {}
         self.changed = threading.Condition(threading.RLock())
         self.excused: set[JoinRequest] = set()
@@ -120,7 +124,8 @@ class Membership:
     def take_ended(self) -> set[int]:
         """Return the ids of processes lost or excused since the last call."""
         with self.changed:
-            ended, self._ended = self._ended, set()
+            ended = self._ended
+            self._ended = set()
         return ended
 
     def ask_to_leave(self, member: JoinRequest) -> None:
@@ -131,7 +136,8 @@ class Membership:
     def take_leave_requests(self) -> list[JoinRequest]:
         """Return the requests to leave since the last call."""
         with self.changed:
-            leavers, self._undecided_leavers = self._undecided_leavers, []
+            leavers = self._undecided_leavers
+            self._undecided_leavers = []
         return leavers
 
     def excuse(self, member: JoinRequest) -> None:

@@ -56,23 +56,16 @@ class GroupOptions(Checked):
 
 @dataclass(frozen=True)
 class HostOptions:
-    """A process's place in its group. Times are in seconds.
+    """A process's place in its group. Times are in seconds."""
 
-    Attributes:
-        coordinator: host name or address, and port, of process 0.
-        address: IP address of this host on which this process listens; empty until the coordinator's name resolves.
-        start_timeout: for all processes to join. heartbeat_timeout: after which a silent process counts as lost.
-        link_monitor_interval: between two probes of the links to the other processes; 0: no probes.
-        credentials: of the deployment; default: this user's, for the loopback interface only.
-    """
-
-    coordinator: tuple[str, int]
+    coordinator: tuple[str, int]  # host name or address, and port, of process 0
     num_processes: int
     process_id: int
-    address: str
-    start_timeout: int = 300
-    heartbeat_timeout: int = 10
-    link_monitor_interval: int = 0
+    address: str  # IP address of this host on which this process listens; empty until the coordinator's name resolves
+    start_timeout: int = 300  # for all processes to join
+    heartbeat_timeout: int = 10  # after which a silent process counts as lost
+    link_monitor_interval: int = 0  # between two probes of the links to the other processes; 0: no probes
+    # of the deployment; default: this user's, for the loopback interface only
     credentials: Credentials = field(default_factory=local_credentials, compare=False)
 
     @property
@@ -92,17 +85,20 @@ class HostOptions:
         Raises:
             UserError: values are missing, contradictory or not addresses; or addresses are not loopback and there is no cluster key.
         """
-        given = (options.coordinator_address, options.num_processes, options.process_id)
-        if None in given:
+        settings = (options.coordinator_address, options.num_processes, options.process_id)
+        if None in settings:
             detected = _from_leader_worker_set(os.environ) or _from_jax(options.start_timeout)
-            given = tuple(own if own is not None else other for own, other in zip(given, detected, strict=True))
-        coordinator_address, num_processes, process_id = given
-        if all(value is None for value in given) or (num_processes == 1 and not process_id):
+            settings = tuple(
+                setting if setting is not None else detected_setting
+                for setting, detected_setting in zip(settings, detected, strict=True)
+            )
+        coordinator_address, num_processes, process_id = settings
+        if all(value is None for value in settings) or (num_processes == 1 and not process_id):
             if options.host_address is not None and num_processes is None:
                 raise UserError("--host-address is for a group of processes; give --coordinator-address too")
             return None
         names = ("--coordinator-address", "--num-processes", "--process-id")
-        missing = [name for name, value in zip(names, given, strict=True) if value is None]
+        missing = [name for name, value in zip(names, settings, strict=True) if value is None]
         if missing:
             raise UserError(
                 f"{' and '.join(missing)} missing: a group of processes needs {', '.join(names[:2])} and {names[2]}, "
@@ -187,22 +183,22 @@ def own_address(coordinator: tuple[str, int], process_id: int, given: str | None
 
 
 def address_of_this_host(
-    flag: str, wanted: str, *, on_loopback: bool, port: int = 0, advice: str = "give an address of this host"
+    flag: str, address: str, *, on_loopback: bool, port: int = 0, advice: str = "give an address of this host"
 ) -> str:
     """Resolve a name or address of this host; raise `UserError` if others cannot reach it. on_loopback: all others are on this host."""
     try:
-        family, _, _, _, resolved = socket.getaddrinfo(wanted, port, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, resolved = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
-        raise UserError(f"{flag}: {wanted!r} is no name or address that this host knows ({error})") from error
+        raise UserError(f"{flag}: {address!r} is no name or address that this host knows ({error})") from error
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((resolved[0], 0, *resolved[2:]))
         except OSError as error:
-            raise UserError(f"{flag}: {wanted!r} is no address of this host ({error.strerror}); {advice}") from error
+            raise UserError(f"{flag}: {address!r} is no address of this host ({error.strerror}); {advice}") from error
     if reason := _why_unreachable(resolved[0], on_loopback):
-        known_as = "" if resolved[0] == wanted else f"{resolved[0]} on this host, "
+        known_as = "" if resolved[0] == address else f"{resolved[0]} on this host, "
         raise UserError(
-            f"{flag} is {wanted!r}, {known_as}which others cannot reach: {reason}; give one address of this host in the network that "
+            f"{flag} is {address!r}, {known_as}which others cannot reach: {reason}; give one address of this host in the network that "
             "they share"
         )
     return resolved[0]

@@ -80,10 +80,10 @@ def with_own_address(options: HostOptions) -> HostOptions:
 
 @dataclasses.dataclass(eq=False)
 class _Caller:
-    """A connected process. join: its request to join, answered when it is admitted or refused."""
+    """A connected process."""
 
     member: JoinRequest
-    join: Request
+    join: Request  # its request to join, answered when it is admitted or refused
     prepared: Prepared | None = None
     is_admitted: bool = False
 
@@ -110,7 +110,8 @@ class Door:
         self._membership = Membership(0, [own])
         self._changed = self._membership.changed
         self._callers: dict[int, _Caller] = {}
-        self._own_member, self._own_prepared = own, Prepared()
+        self._own_member = own
+        self._own_prepared = Prepared()
         self._is_prepared = self._has_formed = self.is_closing = False
         self._problem: str | None = None
         self._refusals: dict[str, None] = {}  # in order of arrival
@@ -139,7 +140,8 @@ class Door:
             try:
                 prepared = Prepared(dict(prepare()))
             except ValueError as caught:  # a UserError, or an error of the mesh, which `sharding` defines itself
-                failure, prepared = caught, Prepared(error=str(caught))
+                failure = caught
+                prepared = Prepared(error=str(caught))
             with self._changed:
                 self._own_prepared = msgspec.msgpack.decode(  # like values that arrive by message
                     msgspec.msgpack.encode(prepared), type=Prepared
@@ -308,7 +310,8 @@ class Door:
             response = JoinResponse(
                 [self._own_member, *(caller.member for caller in callers)], self._service_address, self._log_address
             )
-            self._has_formed, self.is_closing = error is None, error is not None
+            self._has_formed = error is None
+            self.is_closing = error is not None
             self._problem = self._problem or error
             for caller in callers:
                 caller.is_admitted = error is None
@@ -328,7 +331,8 @@ class Door:
         report = time.monotonic() + _FIRST_REPORT_SECONDS
         with self._changed:
             while self._problem is None and len(self._all_prepared) < options.num_processes:
-                now, requests = time.monotonic(), self._requests
+                now = time.monotonic()
+                requests = self._requests
                 if len(requests) < options.num_processes and now >= self._deadline:
                     return missing(options, requests) + self._describe_refused()
                 if now >= report:

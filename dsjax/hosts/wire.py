@@ -13,15 +13,15 @@ from dsjax.hosts.options import HostOptions
 
 
 class JoinRequest(msgspec.Struct, frozen=True):
-    """Request to join, and the process's identity. machine: equal for processes that share a loopback interface. port: of its endpoint."""
+    """Request to join, and the process's identity."""
 
     process_id: int
     num_processes: int
     host: str
     pid: int
     address: str
-    machine: str
-    port: int = 0
+    machine: str  # equal for processes that share a loopback interface
+    port: int = 0  # of its endpoint
 
     @classmethod
     def of(cls, options: HostOptions, port: int = 0) -> JoinRequest:
@@ -55,45 +55,29 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 class JoinResponse(msgspec.Struct, frozen=True):
-    """The group that a process has joined.
-
-    service: `HOST:PORT` of JAX's coordination service. log: the same of process 0's broadcast log. generation: first mesh epoch that this
-    process may be in. here: ids of the live processes, if the group had already formed. wanted: last requested mesh; empty: the initial
-    one.
-    """
+    """The group that a process has joined."""
 
     members: list[JoinRequest]
-    service: str
-    log: str
-    generation: int = 0
-    here: list[int] = []
-    wanted: str = ""
+    service: str  # `HOST:PORT` of JAX's coordination service
+    log: str  # `HOST:PORT` of process 0's broadcast log
+    generation: int = 0  # first mesh epoch that this process may be in
+    here: list[int] = []  # ids of the live processes, if the group had already formed
+    wanted: str = ""  # last requested mesh; empty: the initial one
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """Announcement of a new mesh epoch or, with `ended`, that there is none.
-
-    Attributes:
-        process_ids: processes with devices in the mesh; others wait for the next epoch. live_ids: processes that can join the next one.
-        device_ids: of the mesh, row by row.
-        wanted: the requested mesh; the one in `options` is smaller while processes are missing.
-        options: engine options that differ from the process's initial ones, such as `mesh`.
-        reason: human-readable.
-        members: all processes of the group; one that rejoined has a new port.
-        left_out: live processes that are excluded, by id: pid and reason.
-        broken: the previous mesh epoch, if it has failed: its collectives can never finish.
-    """
+    """Announcement of a new mesh epoch or, with `ended`, that there is none."""
 
     number: int
-    process_ids: list[int] = []
-    device_ids: list[int] = []
-    options: dict[str, Any] = {}
-    wanted: str = ""
-    reason: str = ""
-    broken: int | None = None
-    members: list[JoinRequest] = []
-    live_ids: list[int] = []
-    left_out: dict[int, tuple[int, str]] = {}
+    process_ids: list[int] = []  # processes with devices in the mesh; others wait for the next epoch
+    device_ids: list[int] = []  # of the mesh, row by row
+    options: dict[str, Any] = {}  # engine options that differ from the process's initial ones, such as `mesh`
+    wanted: str = ""  # the requested mesh; the one in `options` is smaller while processes are missing
+    reason: str = ""  # human-readable
+    broken: int | None = None  # the previous mesh epoch, if it has failed: its collectives can never finish
+    members: list[JoinRequest] = []  # all processes of the group; one that rejoined has a new port
+    live_ids: list[int] = []  # processes that can join the next epoch
+    left_out: dict[int, tuple[int, str]] = {}  # live processes that are excluded, by id: pid and reason
     ended: bool = False
 
 
@@ -113,20 +97,20 @@ def waited_for(options: HostOptions, requests: Mapping[int, JoinRequest], prepar
     if not absent:
         slow = ", ".join(requests[i].name for i in sorted(requests) if i not in prepared)
         return f"All {options.num_processes} processes have come. Waiting until these have checked their options and model: {slow}"
-    here = ", ".join(f"{i} ({requests[i].host})" for i in sorted(requests))
+    present = ", ".join(f"{i} ({requests[i].host})" for i in sorted(requests))
     return (
         f"Waiting at {options.coordinator_text} for process{'es' if len(absent) > 1 else ''} {', '.join(map(str, absent))} of "
-        f"{options.num_processes}; here: {here}"
+        f"{options.num_processes}; here: {present}"
     )
 
 
 def missing(options: HostOptions, requests: Mapping[int, JoinRequest]) -> str:
     """Return the error about processes that did not connect in time, with advice."""
     absent = [str(i) for i in range(options.num_processes) if i not in requests]
-    here = ", ".join(f"{i} ({requests[i].host})" for i in sorted(requests))
+    present = ", ".join(f"{i} ({requests[i].host})" for i in sorted(requests))
     return (
         f"process{'es' if len(absent) > 1 else ''} {', '.join(absent)} of {options.num_processes} did not come to "
-        f"{options.coordinator_text} within {options.start_timeout} s (--start-timeout); here: {here}. Start all with the same "
+        f"{options.coordinator_text} within {options.start_timeout} s (--start-timeout); here: {present}. Start all with the same "
         "command and --process-id 0, 1, …"
     )
 

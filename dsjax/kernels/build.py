@@ -4,8 +4,6 @@ A failure here never prevents a start: it gives a ``BuiltLibrary`` without a pat
 process runs, so a library that another user could have written is never loaded (``dsjax/owned_folder.py``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util

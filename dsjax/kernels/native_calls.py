@@ -40,16 +40,14 @@ PATIENCE = 300
 
 @dataclass(frozen=True)
 class NativeKernels:
-    """The kernels of a loaded library. ``threads``: most threads of a call; results do not depend on it.
+    """The kernels of a loaded library. ``threads``: most threads of a call; results do not depend on it."""
 
-    patience: seconds in which all devices must reach an in-memory exchange; otherwise the program fails on the devices that have.
-    path: of the library. name: of the library. It is part of the kernels' names in programs, so a program from JAX's compilation cache
-    never meets kernels of another version.
-    """
-
-    path: Path
+    path: Path  # of the library
+    # of the library. It is part of the kernels' names in programs, so a program from JAX's compilation cache never meets kernels of another
+    # version
     name: str
     threads: int
+    # seconds in which all devices must reach an in-memory exchange; otherwise the program fails on the devices that have
     patience: int = PATIENCE
 
     @classmethod
@@ -281,9 +279,7 @@ class NativeKernels:
             weight,
             keys,
             cache.get("index_scale", jnp.zeros((1,), jnp.float32)),
-            layer.astype(jnp.int32),
-            positions.astype(jnp.int32),
-            tables.astype(jnp.int32),
+            *(array.astype(jnp.int32) for array in (layer, positions, tables)),
             jnp.ones((1,), jnp.uint8) if filled is None else filled.astype(jnp.uint8),
             threads=np.int64(self.threads),
             packed=packed,
@@ -330,10 +326,7 @@ class NativeKernels:
             latent,
             cache["rope"],
             cache.get("scale", none),
-            layer.astype(jnp.int32),
-            start.astype(jnp.int32),
-            length.astype(jnp.int32),
-            tables.astype(jnp.int32),
+            *(array.astype(jnp.int32) for array in (layer, start, length, tables)),
             jnp.ones((1,), jnp.uint8) if filled is None else filled.astype(jnp.uint8),
             jnp.ones((1,), jnp.uint32) if chosen is None else chosen,
             threads=np.int64(self.threads),
@@ -372,10 +365,7 @@ class NativeKernels:
             sink,
             window,
             jnp.zeros((1,), jnp.float32) if entries is None else entries,
-            *(layer.astype(jnp.int32) for layer in layers),
-            positions.astype(jnp.int32),
-            ring.astype(jnp.int32),
-            tables.astype(jnp.int32),
+            *(array.astype(jnp.int32) for array in (*layers, positions, ring, tables)),
             jnp.ones((1,), jnp.uint8) if filled is None else filled.astype(jnp.uint8),
             none if chosen is None else chosen,
             count.astype(jnp.int32),
@@ -429,14 +419,11 @@ class NativeKernels:
 
 @dataclass(frozen=True)
 class ExchangeInMemory:
-    """``sharding.dispatch.group.InMemory`` with the native kernels: devices of this process exchange rows without a collective.
-
-    mesh_axes: all axes of the mesh. together: whether these kernels compute a step's experts, so that a rank can get its tokens' terms
-        without an exchange.
-    """
+    """``sharding.dispatch.group.InMemory`` with the native kernels: devices of this process exchange rows without a collective."""
 
     kernels: NativeKernels
-    mesh_axes: tuple[str, ...]
+    mesh_axes: tuple[str, ...]  # all axes of the mesh
+    # whether these kernels compute a step's experts, so that a rank can get its tokens' terms without an exchange
     together: bool = False
 
     def __call__(

@@ -1,7 +1,5 @@
 """Run commands during startup. No command or child process is left running when one hangs or this process is interrupted."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

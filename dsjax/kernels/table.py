@@ -4,8 +4,6 @@ The plain JAX form of an operation is its definition. ``tests/dsjax/kernels`` ch
 another form only where the table allows it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,15 +24,12 @@ OPERATIONS = (
 
 @dataclass(frozen=True)
 class Implementation:
-    """One row of the table: an implementation of an operation, and where it can be used.
-
-    name: its name in ``--kernels``. platforms: of devices; None: all. what: how it is implemented.
-    """
+    """One row of the table: an implementation of an operation, and where it can be used."""
 
     operation: str
-    name: str
-    platforms: tuple[str, ...] | None
-    what: str
+    name: str  # its name in ``--kernels``
+    platforms: tuple[str, ...] | None  # of devices; None: all
+    what: str  # how it is implemented
 
 
 TABLE = (
@@ -94,17 +89,14 @@ TABLE = (
 
 @dataclass(frozen=True)
 class Kernels:
-    """The implementations that a step uses.
+    """The implementations that a step uses."""
 
-    native: the loaded native kernels. pallas: the Pallas kernels. Both None: all operations are plain.
-    left_plain: operations that the kernels leave to the plain form, because they cannot read this cache or these weights.
-    note: one line for users, may be empty: why an existing faster implementation is not used, or where the native kernels
-        came from.
-    """
-
+    # the loaded native kernels; without them and `pallas`, all operations are plain
     native: NativeKernels | None = None
-    pallas: PallasKernels | None = None
+    pallas: PallasKernels | None = None  # the Pallas kernels
+    # operations that the kernels leave to the plain form, because they cannot read this cache or these weights
     left_plain: tuple[str, ...] = ()
+    # one line for users, may be empty: why an existing faster implementation is not used, or where the native kernels came from
     note: str = field(default="", compare=False)
 
     def name(self, operation: str) -> str:

@@ -14,10 +14,10 @@ from zmq.utils.monitor import recv_monitor_message
 
 from dsjax.addresses import split_address, zmq_endpoint
 from dsjax.background import note_failure
-from dsjax.messaging.curve import connect_with_curve, listen_with_curve, verify_roles
+from dsjax.messaging.curve import connect_with_curve, listen_with_curve, role_verifier
 from dsjax.messaging.endpoint import Endpoint
 from dsjax.messaging.peer import Peer, PeerLostError, Request
-from dsjax.messaging.wire import MOST_FRAME_BYTES, MOST_MESSAGE_BYTES, decoded
+from dsjax.messaging.wire import MOST_FRAME_BYTES, MOST_MESSAGE_BYTES, decode_value
 
 _SERVICE = "log"
 _HELLO_SECONDS = 0.05
@@ -25,14 +25,12 @@ _MOST_NAME_BYTES = 256
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """The first frame of an entry. Further frames carry the rest of a long body.
-
-    hello: name of a reader that asks whether it already receives the log; such an entry has no number of its own.
-    """
+    """The first frame of an entry. Further frames carry the rest of a long body."""
 
     number: int
     epoch: int
     body: bytes = b""
+    # name of a reader that asks whether it already receives the log; such an entry has no number of its own
     hello: bytes = b""
 
 
@@ -43,10 +41,11 @@ class BroadcastLog:
     """The writer of a log. Any thread may append. address: where readers connect."""
 
     def __init__(self, endpoint: Endpoint):
-        self._lock, self._next_number = threading.Lock(), 0
+        self._lock = threading.Lock()
+        self._next_number = 0
         self._socket = endpoint.socket(zmq.PUB, endpoint.host)
         listen_with_curve(self._socket, endpoint.credentials.key, _SERVICE)
-        endpoint.admit(_SERVICE, verify_roles(endpoint.credentials.key))
+        endpoint.admit(_SERVICE, role_verifier(endpoint.credentials.key))
         self.address = endpoint.bind(self._socket)
         endpoint.attach(self)
         endpoint.serve(_SERVICE, self._admit_reader, roles=("member",), kind=bytes)
@@ -56,9 +55,11 @@ class BroadcastLog:
         if len(body) > MOST_MESSAGE_BYTES:
             raise ValueError(f"an entry has {len(body):,} bytes, at most {MOST_MESSAGE_BYTES:,} can be sent")
         with self._lock:
-            number, self._next_number = self._next_number, self._next_number + 1
+            number = self._next_number
+            self._next_number += 1
             short = len(body) <= MOST_FRAME_BYTES
-            rest = [] if short else [body[at : at + MOST_FRAME_BYTES] for at in range(0, len(body), MOST_FRAME_BYTES)]
+            starts = () if short else range(0, len(body), MOST_FRAME_BYTES)
+            rest = [body[start : start + MOST_FRAME_BYTES] for start in starts]
             self._send(Entry(number, epoch, body if short else b""), rest)
 
     def tend(self) -> None:
@@ -90,9 +91,11 @@ class LogReader:
     """The reader of a log.
 
     Args:
-        leader: control connection to the writer's process. address: of its log. name: of this reader, unique.
+        leader: control connection to the writer's process.
+        address: of its log.
+        name: of this reader, unique.
         take: called with each entry's epoch and body, in order, in the messaging thread.
-        fail: called once in that thread if no further entry will come: the writer is gone, or an entry is missing.
+        fail: called once in that thread if an admitted reader gets no further entry: the writer is gone, or an entry is missing.
 
     Raises:
         PeerLostError: the log cannot be received.
@@ -109,7 +112,8 @@ class LogReader:
     ):
         self._endpoint, self._name, self._take, self._fail = endpoint, name, take, fail
         self._last_number: int | None = None
-        self._is_admitted, self._closed = threading.Event(), False
+        self._is_admitted = threading.Event()
+        self._closed = False
         host, port = split_address(address)
         self._socket = endpoint.socket(zmq.SUB, host)
         connect_with_curve(self._socket, endpoint.credentials.key, "member")
@@ -147,7 +151,7 @@ class LogReader:
             except zmq.Again:
                 return
             try:
-                self._take_entry(decoded(_entries, first), rest)
+                self._take_entry(decode_value(_entries, first), rest)
             except Exception as error:
                 note_failure("messaging", error, "The log can be read no further.")
                 self._fail_reader(error)
@@ -175,4 +179,5 @@ class LogReader:
 
     def _fail_reader(self, error: Exception) -> None:
         self._close()
-        self._fail(error)
+        if self._is_admitted.is_set():  # else the constructor raises
+            self._fail(error)

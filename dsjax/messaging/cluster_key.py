@@ -148,10 +148,10 @@ def _key_in(folder: str, descriptor: int) -> ClusterKey:
 
 @dataclass(frozen=True)
 class Credentials:
-    """Credentials for connecting to other processes. encrypt_bulk: whether links are encrypted too; control messages always are."""
+    """Credentials for connecting to other processes."""
 
     key: ClusterKey
-    encrypt_bulk: bool = False
+    encrypt_bulk: bool = False  # whether links are encrypted too; control messages always are
 
     def check_host(self, host: str) -> None:
         """Raise a `UserError` if a host may not be used: a key generated for this user is for the loopback interface only."""

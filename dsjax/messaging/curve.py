@@ -1,4 +1,4 @@
-"""CURVE keys derived from the cluster key and a role, and the ZAP handler that admits them.
+"""CURVE keys derived from the cluster key and a role, and the ZAP handler (ZeroMQ's authentication) that admits them.
 
 Every process of a deployment can derive every role's keys. Roles guard against the wrong kind of process, not against a compromised one.
 """
@@ -17,8 +17,8 @@ ROLES = ("member", "attention", "decode")
 LISTENER = "listener"
 """Role of the process that accepts connections."""
 
-Verify = Callable[[bytes, Sequence[bytes]], str | None]
-"""`verify(mechanism, credentials)`: the user these credentials belong to; None: they are not accepted."""
+Verifier = Callable[[bytes, Sequence[bytes]], str | None]
+"""`verify(mechanism, credentials)`: returns the user these credentials belong to; None rejects them."""
 
 
 def check_libzmq() -> None:
@@ -37,7 +37,7 @@ def listen_with_curve(socket: zmq.Socket, key: ClusterKey, domain: str) -> None:
     """Make a socket accept only peers that hold the cluster key."""
     socket.curve_publickey, socket.curve_secretkey = key_pair(key, LISTENER)
     socket.curve_server = True
-    enforce(socket, domain)
+    require_zap(socket, domain)
 
 
 def connect_with_curve(socket: zmq.Socket, key: ClusterKey, role: str) -> None:
@@ -46,23 +46,31 @@ def connect_with_curve(socket: zmq.Socket, key: ClusterKey, role: str) -> None:
     socket.curve_serverkey = key_pair(key, LISTENER)[0]
 
 
-def enforce(socket: zmq.Socket, domain: str) -> None:
+def require_zap(socket: zmq.Socket, domain: str) -> None:
     """Have the ZAP handler check every connection. Without a domain, libzmq skips the handler and admits everyone."""
     socket.zap_domain = domain.encode()
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
-def verify_roles(key: ClusterKey) -> Verify:
+def role_verifier(key: ClusterKey) -> Verifier:
     """Return a verifier that admits the roles of a deployment; the role becomes the connection's user."""
-    roles = {z85.decode(key_pair(key, role)[0]): role for role in ROLES}
-    return lambda mechanism, shown: roles.get(shown[0]) if mechanism == b"CURVE" and len(shown) == 1 else None
+    role_by_public_key = {z85.decode(key_pair(key, role)[0]): role for role in ROLES}
+
+    def verify(mechanism: bytes, credentials: Sequence[bytes]) -> str | None:
+        is_curve = mechanism == b"CURVE" and len(credentials) == 1
+        return role_by_public_key.get(credentials[0]) if is_curve else None
+
+    return verify
 
 
-def verify_ticket(ticket: bytes) -> Verify:
-    """Return a verifier that admits peers whose PLAIN password is the ticket."""
-    return lambda mechanism, shown: (
-        "link" if mechanism == b"PLAIN" and len(shown) == 2 and hmac.compare_digest(shown[1], ticket) else None
-    )
+def ticket_verifier(ticket: bytes) -> Verifier:
+    """Return a verifier that admits peers whose PLAIN password is the ticket, as the user `link`."""
+
+    def verify(mechanism: bytes, credentials: Sequence[bytes]) -> str | None:
+        is_plain = mechanism == b"PLAIN" and len(credentials) == 2
+        return "link" if is_plain and hmac.compare_digest(credentials[1], ticket) else None
+
+    return verify
 
 
 class ZapHandler:
@@ -72,15 +80,15 @@ class ZapHandler:
     """
 
     def __init__(self, context: zmq.Context):
-        self.verifiers: dict[str, Verify] = {}
+        self.verifiers: dict[str, Verifier] = {}
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind("inproc://zeromq.zap.01")
 
     def answer(self) -> None:
         """Answer one request."""
-        version, request_id, domain, _, _, mechanism, *shown = self.socket.recv_multipart()
+        version, request_id, domain, _, _, mechanism, *credentials = self.socket.recv_multipart()
         verify = self.verifiers.get(domain.decode(errors="replace"))
-        user = None if verify is None else verify(mechanism, shown)
-        status, text = (b"200", b"") if user is not None else (b"400", b"not a member of this deployment")
+        user = None if verify is None else verify(mechanism, credentials)
+        status, text = (b"400", b"not a member of this deployment") if user is None else (b"200", b"")
         self.socket.send_multipart([version, request_id, status, text, (user or "").encode(), b""])

@@ -31,15 +31,15 @@ from dsjax.messaging.cluster_key import Credentials
 from dsjax.messaging.curve import (
     LISTENER,
     ROLES,
-    Verify,
+    Verifier,
     ZapHandler,
     check_libzmq,
     connect_with_curve,
     listen_with_curve,
-    verify_roles,
+    role_verifier,
 )
 from dsjax.messaging.peer import Handler, NotAMemberError, Peer, PeerLostError, Request
-from dsjax.messaging.wire import MOST_FRAME_BYTES, Kind, decode, decoded, encode
+from dsjax.messaging.wire import MOST_FRAME_BYTES, Kind, decode, decode_value, encode
 
 PING = "ping"
 CONNECT_SECONDS = 5.0
@@ -53,6 +53,8 @@ _MAX_HELD = 4096
 _FAILED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
+# `errno` of a handshake that timed out: nothing came, or a signal interrupted the wait (this process was stopped and continued).
+_TIMED_OUT = errno.EAGAIN, errno.EINTR
 _WATCHED = (
     zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED_HANDSHAKES
 )
@@ -64,7 +66,9 @@ class Endpoint:
     """A process's endpoint. It listens from construction until `close`.
 
     Args:
-        host: address of this host at which others connect. port: 0 takes a free one. credentials: required of all peers.
+        host: address of this host at which others connect.
+        port: 0 takes a free one.
+        credentials: required of all peers.
         silence: seconds without data after which a process counts as lost, even if its kernel is alive.
         holds: services that are registered later; their requests wait until then. Requests for any other unknown service are refused.
 
@@ -86,14 +90,15 @@ class Endpoint:
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._context.setsockopt(zmq.RCVHWM, 0)  # of monitors: libzmq blocks when one is full, and sends no heartbeats
         self._zap = ZapHandler(self._context)
-        self._zap.verifiers["control"] = verify_roles(credentials.key)
+        self._zap.verifiers["control"] = role_verifier(credentials.key)
         self._held_requests: dict[str, list[Callable[[], object]]] = {service: [] for service in holds}
         self._services: dict[str, tuple[Handler, frozenset[str], msgspec.msgpack.Decoder]] = {}
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self.serve(PING, Request.reply, roles=(*ROLES, LISTENER))
         self._wake, self._wake_receiver = sockets.socketpair()
         self._wake_receiver.setblocking(False)
-        self._poller, self._readers = zmq.Poller(), {}
+        self._poller = zmq.Poller()
+        self._readers = {}
         self._accepted: dict[bytes, Peer] = {}
         self._dropped: set[bytes] = set()
         self._disconnected: set[bytes] = set()  # their last messages may be unread
@@ -103,10 +108,14 @@ class Endpoint:
         self.at_end: list[Callable[[], object]] = []  # called in the messaging thread
         self._attached: weakref.WeakSet = weakref.WeakSet()  # used only by the messaging thread
         self.is_shared = False
-        self._sweep_at, self._sweeps_soon = time.monotonic() + _SWEEP_SECONDS, False
-        self._ended, self._closed, self._linger = threading.Event(), False, 0.0
+        self._sweep_at = time.monotonic() + _SWEEP_SECONDS
+        self._sweeps_soon = False
+        self._ended = threading.Event()
+        self._closed = False
+        self._linger = 0.0
         self.turned_away: Counter[str] = Counter()
-        self._reported, self._reported_at = Counter(), -_LOG_SECONDS
+        self._reported = Counter()
+        self._reported_at = -_LOG_SECONDS
         self._router = self.socket(zmq.ROUTER, bound.removeprefix("tcp://").rpartition(":")[0])
         self._router.router_mandatory = True
         listen_with_curve(self._router, credentials.key, "control")
@@ -246,7 +255,7 @@ class Endpoint:
         monitor.close(0)
         socket.close(int(linger * 1000))
 
-    def admit(self, domain: str, verify: Verify | None) -> None:
+    def admit(self, domain: str, verify: Verifier | None) -> None:
         """Set the check that admits peers to the sockets of a domain; None: admit no more peers."""
         if verify is None:
             self._zap.verifiers.pop(domain, None)
@@ -365,7 +374,7 @@ class Endpoint:
             request.refuse(f"{service!r} is not served here" + (f" to {peer.role!r}" if handler is not None else ""))
             return
         try:
-            request.body = decoded(decoder, data)
+            request.body = decode_value(decoder, data)
         except msgspec.MsgspecError as error:
             _log.warning("A message from %s to %r was ignored: %s", peer.address, service, error)
             request.refuse(f"the message cannot be read: {error}; use the same dsjax in all processes")
@@ -439,7 +448,8 @@ class Endpoint:
         while self._router_monitor.poll(0):
             event = recv_monitor_message(self._router_monitor)
             if event["event"] == zmq.EVENT_DISCONNECTED:
-                self._sweep_at, self._sweeps_soon = 0.0, True
+                self._sweep_at = 0.0
+                self._sweeps_soon = True
             elif event["event"] & _FAILED_HANDSHAKES:
                 self.turned_away[_rejection_reason(event["event"], event["value"])] += 1
                 self._report_turned_away()
@@ -496,9 +506,11 @@ class Endpoint:
         peer.lose()
 
     def _report_turned_away(self, force: bool = False) -> None:
-        new, now = self.turned_away - self._reported, time.monotonic()
+        new = self.turned_away - self._reported
+        now = time.monotonic()
         if new and (force or now - self._reported_at >= _LOG_SECONDS):
-            self._reported, self._reported_at = self.turned_away.copy(), now
+            self._reported = self.turned_away.copy()
+            self._reported_at = now
             _log.warning("Connections to port %s of %s were turned away: %s.", self.port, self.host, counted(new))
 
 
@@ -520,7 +532,7 @@ def _property(frame: zmq.Frame, name: str) -> str:
 
 def _rejection_reason(event: int, value: int) -> str:
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-        return "that said nothing" if value == errno.EAGAIN else "that went away in the handshake"
+        return "that said nothing" if value in _TIMED_OUT else "that went away in the handshake"
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
         return "with another cluster key"
     return "that speak another protocol"
@@ -528,7 +540,7 @@ def _rejection_reason(event: int, value: int) -> str:
 
 def _dial_error(address: str, event: int, value: int) -> Exception:
     """Return why a connection that this process dialled has failed or ended."""
-    if event & _FAILED_HANDSHAKES and value != errno.EAGAIN:
+    if event & _FAILED_HANDSHAKES and value not in _TIMED_OUT:
         return NotAMemberError(
             f"what answers at {address} does not belong to this deployment: it has another cluster key (--cluster-key-file, "
             "DSJAX_CLUSTER_KEY), or is no dsjax process"

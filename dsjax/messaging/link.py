@@ -21,19 +21,19 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dsjax.addresses import split_address, zmq_endpoint
-from dsjax.messaging.curve import connect_with_curve, enforce, listen_with_curve, verify_roles, verify_ticket
+from dsjax.messaging.curve import connect_with_curve, listen_with_curve, require_zap, role_verifier, ticket_verifier
 from dsjax.messaging.endpoint import CONNECT_SECONDS, Endpoint
 from dsjax.messaging.peer import NotAMemberError, PeerLostError
-from dsjax.messaging.wire import MOST_FRAME_BYTES, decoded
+from dsjax.messaging.wire import MOST_FRAME_BYTES, decode_value
 
 _POLL_SECONDS = 0.05
 _numbers = itertools.count()
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True):
-    """The first message over a link. name: of the connecting side, as the listener knows it."""
+    """The first message over a link."""
 
-    name: str
+    name: str  # of the connecting side, as the listener knows it
     ticket: bytes
 
 
@@ -41,17 +41,18 @@ _openings = msgspec.msgpack.Decoder(Opening)
 
 
 class Message(NamedTuple):
-    """A message received over a link. sender: name of the other side. header: the first frame. frames: of the buffers, without a copy."""
+    """A message received over a link."""
 
-    sender: str
-    header: bytes
-    frames: Sequence[memoryview]
+    sender: str  # name of the other side
+    header: bytes  # the first frame
+    frames: Sequence[memoryview]  # of the buffers, without a copy
 
     def read_into(self, *buffers: np.ndarray) -> None:
         """Copy the buffers into arrays, in order; raise `PeerLostError` if the sizes differ."""
         frames = iter(self.frames)
         for buffer in buffers:
-            target, offset = buffer.reshape(-1).view(np.uint8), 0
+            target = buffer.reshape(-1).view(np.uint8)
+            offset = 0
             while offset < target.size:
                 frame = np.frombuffer(next(frames, b""), np.uint8)
                 if not frame.size or offset + frame.size > target.size:
@@ -75,7 +76,9 @@ class _LinkSocket:
         self._poller = zmq.Poller()
         for source in (self._socket, self._monitor, self._wake_receiver.fileno()):
             self._poller.register(source, zmq.POLLIN)
-        self._lock, self._is_cancelled, self._is_closed = threading.RLock(), False, False
+        self._lock = threading.RLock()
+        self._is_cancelled = False
+        self._is_closed = False
 
     def wake(self) -> None:
         """Make `receive` return without a message, now or when it is called next. Any thread may call this."""
@@ -148,12 +151,14 @@ class LinkListener(_LinkSocket):
     """
 
     def __init__(self, endpoint: Endpoint, names: Sequence[str] | None = None, *, encrypted: bool = False):
-        self._endpoint, self._domain = endpoint, f"link {next(_numbers)}"
+        self._endpoint = endpoint
+        self._domain = f"link {next(_numbers)}"
         self.ticket = secrets.token_hex(16).encode()
         self._names = None if names is None else set(names)
         self._names_by_id: dict[bytes, str] = {}
         self._ids_by_name: dict[str, bytes] = {}
-        self._sweeps, self._sweep_at = 0, 0.0
+        self._sweeps = 0
+        self._sweep_at = 0.0
         self._disconnected: set[bytes] = set()  # their last messages can still be taken
         self._lost_names: list[str] = []
         super().__init__(endpoint, zmq.ROUTER, endpoint.host)
@@ -162,15 +167,16 @@ class LinkListener(_LinkSocket):
             self._listen(encrypted)
 
     def _listen(self, encrypted: bool) -> None:
-        endpoint, credentials = self._endpoint, self._endpoint.credentials
+        endpoint = self._endpoint
+        credentials = self._endpoint.credentials
         self._socket.router_mandatory = True
         if encrypted or credentials.encrypt_bulk:
             listen_with_curve(self._socket, credentials.key, self._domain)
-            endpoint.admit(self._domain, verify_roles(credentials.key))
+            endpoint.admit(self._domain, role_verifier(credentials.key))
         else:
             self._socket.plain_server = True
-            enforce(self._socket, self._domain)
-            endpoint.admit(self._domain, verify_ticket(self.ticket))
+            require_zap(self._socket, self._domain)
+            endpoint.admit(self._domain, ticket_verifier(self.ticket))
         try:
             self.address = endpoint.bind(self._socket)
         except BaseException:
@@ -238,22 +244,25 @@ class LinkListener(_LinkSocket):
     def _open(self, frames: Sequence[zmq.Frame]) -> None:
         """Register a connecting process. Ignore processes that may not connect, permanently."""
         try:
-            opening = decoded(_openings, frames[1].bytes)
+            opening = decode_value(_openings, frames[1].bytes)
         except msgspec.MsgspecError:
             return
         if not hmac.compare_digest(opening.ticket, self.ticket) or opening.name in self._ids_by_name:
             return
         if self._names is not None and opening.name not in self._names:
             return
-        self._names_by_id[frames[0].bytes], self._ids_by_name[opening.name] = opening.name, frames[0].bytes
+        self._names_by_id[frames[0].bytes] = opening.name
+        self._ids_by_name[opening.name] = frames[0].bytes
         self._sweeps, self._sweep_at = 20, 0.0  # its disconnection may already have been reported
 
     def _check_connections(self) -> None:
         """After a disconnection, find the processes that are gone: sending to them fails."""
         if zmq.EVENT_DISCONNECTED in self._events():
-            self._sweeps, self._sweep_at = 20, 0.0
+            self._sweeps = 20
+            self._sweep_at = 0.0
         if self._sweeps and time.monotonic() >= self._sweep_at:
-            self._sweeps, self._sweep_at = self._sweeps - 1, time.monotonic() + _POLL_SECONDS
+            self._sweeps -= 1
+            self._sweep_at = time.monotonic() + _POLL_SECONDS
             for routing_id in list(self._names_by_id):
                 try:
                     self._socket.send_multipart([routing_id, b""], zmq.NOBLOCK)
@@ -271,7 +280,9 @@ class Link(_LinkSocket):
     """Sends to a `LinkListener`, and receives its answers. One thread at a time uses it.
 
     Args:
-        address, ticket: of the listener. name: of this side, for the listener. role: this process's role in the deployment.
+        address, ticket: of the listener.
+        name: of this side, for the listener.
+        role: this process's role in the deployment.
         encrypted: whether the listener is encrypted.
 
     Raises:
@@ -298,7 +309,8 @@ class Link(_LinkSocket):
             if encrypted or endpoint.credentials.encrypt_bulk:
                 connect_with_curve(self._socket, endpoint.credentials.key, role)
             else:
-                self._socket.plain_username, self._socket.plain_password = b"link", ticket
+                self._socket.plain_username = b"link"
+                self._socket.plain_password = ticket
             try:
                 self._socket.connect(zmq_endpoint(host, port))
                 deadline = time.monotonic() + 2 * CONNECT_SECONDS

@@ -15,7 +15,7 @@ import zmq
 
 from dsjax.background import contained
 from dsjax.errors import UserError
-from dsjax.messaging.wire import Kind, decoded, encode
+from dsjax.messaging.wire import Kind, decode_value, encode
 
 
 class PeerLostError(ConnectionError):
@@ -84,9 +84,11 @@ class Peer:
     """A connection to another process. Any thread may use it.
 
     Attributes:
-        address: of the other side, for messages. role: authenticated role, one of `ROLES`; `LISTENER` if this process connected.
-        lost: whether the connection has ended. socket, prefix: how the other side is reached. descriptor: of a connection that this
-            process opened. The messaging thread owns these three.
+        address: of the other side, for messages.
+        role: authenticated role, one of `ROLES`; `LISTENER` if this process connected.
+        lost: whether the connection has ended.
+        socket, prefix: how the other side is reached. Owned by the messaging thread, like `descriptor`.
+        descriptor: of a connection that this process opened.
     """
 
     def __init__(self, endpoint: Any, socket: zmq.Socket, prefix: list[bytes], address: str, role: str):
@@ -149,7 +151,7 @@ class Peer:
             return
         try:
             if kind is Kind.REPLY:
-                reply.set_result(decoded(decoder, data))
+                reply.set_result(decode_value(decoder, data))
                 return
             reason = msgspec.msgpack.decode(data, type=str)
             reply.set_exception(RefusedError(reason) if kind is Kind.REFUSAL else RuntimeError(reason))
@@ -162,8 +164,10 @@ class Peer:
             if self.lost:
                 return
             self.lost = True
-            requests, self._requests = self._requests, {}
-            calls, self._on_lost = self._on_lost, []
+            requests = self._requests
+            self._requests = {}
+            calls = self._on_lost
+            self._on_lost = []
         for reply, _ in requests.values():
             if reply.set_running_or_notify_cancel():
                 reply.set_exception(self._lost_error())

@@ -38,9 +38,9 @@ from sharding.placement import CopyTables
 
 @dataclass(frozen=True)
 class ExpertWork:
-    """Describes a pass of tokens through a run of layers, from the leaves of a ``Passing`` to those of ``x``, ``cache`` and ``report``.
+    """Describes a pass of tokens through a run of layers, from the leaves of a ``PassInputs`` to those of ``x``, ``cache`` and ``report``.
 
-    passes: for each micro-batch, one for each kind of layer. tree: structure of the ``Passing``.
+    passes: for each micro-batch, one for each kind of layer. tree: structure of the ``PassInputs``.
     """
 
     passes: tuple[LayerPass, ...]
@@ -49,7 +49,7 @@ class ExpertWork:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Passing:
+class PassInputs:
     """Inputs of a pass: the layers' parameters except their experts, the cache, the placement of expert copies, and tokens.
 
     x, tokens: of the step, or of each micro-batch. report: counts of each layer, which the pass adds to; empty if not requested.
@@ -69,50 +69,52 @@ def run_apart(
     params: Mapping[str, Array],
     x: Float[Array, "B T *n D"],
     cache: Cache,
-    first: int,
+    first_layer: int,
     tokens: Tokens,
     copies: CopyTables,
-    most: int = 1,
+    max_micro_batches: int = 1,
 ) -> tuple[Float[Array, "B T *n D"], Cache, dict[str, Array]]:
-    """Run tokens through the layers of ``stacks``, inside a traced step; the first layer is layer ``first`` of the cache.
+    """Run tokens through the layers of ``stacks``, inside a traced step.
 
     Returns the tokens, the cache, and if ``dispatch.report`` is set each layer's counts.
 
-    stacks: parameter path of each kind of layer in the run; the kinds alternate. copies: expert copies of these layers, with a leading
-        layer axis. most: maximum number of micro-batches; with two or more, attention and experts compute different ones at once.
+    stacks: parameter path of each kind of layer in the run; the kinds alternate. first_layer: number of the run's first layer in the cache.
+    copies: expert copies, with a leading axis of the run's layers. max_micro_batches: maximum number of micro-batches. With two or more,
+        attention computes one micro-batch while the experts compute another.
     """
-    own = {path: array for path, array in params.items() if path.startswith(tuple(f"{stack}." for stack in stacks))}
-    layers, kinds = copies.copies_E.shape[0], len(stacks)
-    whole = step.sharding.whole
-    xs, of_tokens, batches = [x], [tokens], None
-    if most > 1:
-        batches = MicroBatches.of(tokens.groups, most)
+    own_params = {path: array for path, array in params.items() if path.startswith(tuple(f"{s}." for s in stacks))}
+    num_layers, num_kinds = copies.copies_E.shape[0], len(stacks)
+    xs, tokens_of_batches, batches = [x], [tokens], None
+    if max_micro_batches > 1:
+        batches = MicroBatches.of(tokens.groups, max_micro_batches)
         xs = jnp.split(x[:, batches.places], batches.borders, axis=1)
-        of_tokens = [step.tokens(groups) for groups in batches.groups]
-    xs, of_tokens = jax.tree.map(whole, (xs, of_tokens))
-    report = _nothing_counted(step, layers)
-    leaves, tree = jax.tree.flatten(Passing(own, cache, report, copies, xs, of_tokens))
+        tokens_of_batches = [step.tokens(groups) for groups in batches.groups]
+    xs, tokens_of_batches = jax.tree.map(step.sharding.whole, (xs, tokens_of_batches))
+    report = _zero_counts(step, num_layers)
+    values, tree = jax.tree.flatten(PassInputs(own_params, cache, report, copies, xs, tokens_of_batches))
     passes = tuple(
-        LayerPass(step, stack, first, layers // kinds, one.shape[:2], kind, kinds)
-        for one in xs
+        LayerPass(step, stack, first_layer, num_layers // num_kinds, part.shape[:2], kind, num_kinds)
+        for part in xs
         for kind, stack in enumerate(stacks)
     )
-    results, shape = jax.tree.flatten((xs, cache, report))
-    xs, cache, report = jax.tree.unflatten(shape, outside(ExpertWork(passes, tree), leaves, results))
+    described_results, result_tree = jax.tree.flatten((xs, cache, report))
+    results = outside(ExpertWork(passes, tree), values, described_results)
+    xs, cache, report = jax.tree.unflatten(result_tree, results)
     if batches is None:
         return xs[0], cache, report
     return jnp.concatenate(xs, axis=1)[:, np.argsort(batches.places)], cache, report
 
 
-def _nothing_counted(step: StepDescription, layers: int) -> dict[str, Array]:
-    """Return zero counts for each layer and token device; ``LayerPass.count`` describes them."""
+def _zero_counts(step: StepDescription, num_layers: int) -> dict[str, Array]:
+    """Return zeros for each layer and token device; ``LayerPass.add_counts`` describes the counts."""
     if not step.dispatch.report:
         return {}
-    devices, over_tokens = step.spec.num_devices, NamedSharding(step.mesh, P(None, step.spec.token_axes))
-    shapes = {"tokens_per_expert": (step.placement.n_physical,), "rows_sent": (), "rounds": ()}
+    shape = num_layers, step.spec.num_devices
+    by_token_device = NamedSharding(step.mesh, P(None, step.spec.token_axes))
+    shapes = {"tokens_per_expert": (*shape, step.placement.n_physical), "rows_sent": shape, "rounds": shape}
     return {
-        name: jax.lax.with_sharding_constraint(jnp.zeros((layers, devices, *rest), jnp.int32), over_tokens)
-        for name, rest in shapes.items()
+        name: jax.lax.with_sharding_constraint(jnp.zeros(sizes, jnp.int32), by_token_device)
+        for name, sizes in shapes.items()
     }
 
 
@@ -131,18 +133,18 @@ class Routed(NamedTuple):
 class LayerPass:
     """Computations of the programs for one kind of layer in a pass of tokens through a run. Equal passes have equal programs.
 
-    stack: path of the ``layers`` layers among the parameters. first: number of the run's first layer in the cache. shape: ``(B, T)`` of
-    the tokens. kind, kinds: index of this kind among the alternating kinds, and their number. Each method but ``between`` is traced;
-    ``index`` is a layer's number in the run.
+    stack: path of the ``num_layers`` layers among the parameters. first_layer: number of the run's first layer in the cache.
+    shape: ``(B, T)`` of the tokens. kind: index of this kind among the ``num_kinds`` alternating kinds. Each method but ``between`` is
+    traced; ``index`` is a layer's number in the run.
     """
 
     step: StepDescription
     stack: str
-    first: int
-    layers: int
+    first_layer: int
+    num_layers: int
     shape: tuple[int, int]
     kind: int = 0
-    kinds: int = 1
+    num_kinds: int = 1
 
     def between(self) -> Between:
         """Return the exchange of a layer's rows between the two meshes."""
@@ -151,14 +153,17 @@ class LayerPass:
         experts = step.placement.n_physical
         return Between(step.spec, step.mesh, apart.spec, apart.parts, B * T, experts, wire_of(step), by_choice)
 
-    def count(self, report: dict[str, Array], routed: Routed, index: Array) -> dict[str, Array]:
+    def add_counts(self, report: dict[str, Array], routed: Routed, index: Array) -> dict[str, Array]:
         """Return the report with this layer's counts added, of each token device: pairs of each physical expert, rows, and rounds."""
         if not report:
             return report
         between = self.between()
-        rounds = jnp.maximum(-(-jnp.max(routed.counts, axis=1) // between.capacity), 1)
-        more = {"tokens_per_expert": between.loads(routed.slots), "rows_sent": jnp.sum(routed.counts, axis=1)}
-        return {name: report[name].at[index].add(value) for name, value in (more | {"rounds": rounds}).items()}
+        counts = {
+            "tokens_per_expert": between.loads(routed.slots),
+            "rows_sent": jnp.sum(routed.counts, axis=1),
+            "rounds": jnp.maximum(-(-jnp.max(routed.counts, axis=1) // between.capacity), 1),
+        }
+        return {name: report[name].at[index].add(value) for name, value in counts.items()}
 
     def attend(
         self,
@@ -174,30 +179,30 @@ class LayerPass:
         parts = self.step.parts
         whole = parts.sharding.whole
         with jax.default_matmul_precision("highest"):
-            of = self._layer(params, tokens, copies, index)
-            x, cache = parts.attend(of, x, cache)
-            normed, mix, routing = parts.choose(of, x)
+            layer = self._layer(params, tokens, copies, index)
+            x, cache = parts.attend(layer, x, cache)
+            normed, mix, routing = parts.choose(layer, x)
             with jax.named_scope("experts"):
-                slots, weights = parts.experts.assign(of, routing)
+                slots, weights = parts.experts.assign(layer, routing)
                 rows, counts = self.between().pack(whole(rearrange(normed, "b t d -> (b t) d")), slots, weights)
             routed = Routed(whole(normed), slots, weights, counts, jax.tree.map(whole, mix))
-            return cache, self.count(report, routed, index), whole(x), routed, rows
+            return cache, self.add_counts(report, routed, index), whole(x), routed, rows
 
     def share(self, params: Mapping[str, Array], normed: Array, index: Array) -> Array | None:
         """Return the shared experts' output."""
         with jax.default_matmul_precision("highest"):
             return self.step.parts.share(self._layer(params, None, None, index), normed)
 
-    def further(self, routed: Routed, r: Int[Array, ""]) -> list[Array]:
-        """Pack the rows of round ``r``."""
+    def pack_round(self, routed: Routed, r: Int[Array, ""]) -> list[Array]:
+        """Pack the rows of round ``r``. ``attend`` packs those of the first round."""
         with jax.named_scope("experts"):
             rows, _ = self.between().pack(rearrange(routed.normed, "b t d -> (b t) d"), routed.slots, routed.weights, r)
         return rows
 
-    def keep(self, kept: Array, slots: Array, returned: Sequence[Array], r: Int[Array, ""]) -> Array:
-        """Return the terms of the rounds before ``r`` and those that came back in it."""
+    def collect_round(self, collected: Array, slots: Array, returned: Sequence[Array], r: Int[Array, ""]) -> Array:
+        """Return ``collected``, the terms of earlier rounds, with the terms that round ``r`` returned filled in."""
         with jax.named_scope("experts"):
-            return self.between().keep(kept, returned, slots, r)
+            return self.between().store_terms(collected, returned, slots, r)
 
     def receive(
         self,
@@ -205,30 +210,19 @@ class LayerPass:
         x: Array,
         shared: Array | None,
         routed: Routed,
-        returned: Sequence[Array],
+        results: Sequence[Array] | Array,
         index: Array,
+        *,
+        collected: bool = False,
     ) -> Array:
-        """Add to each token the sum of the results of the only round."""
+        """Add the experts' output to each token. results: of the only round; or if ``collected``, the terms of all rounds."""
         with jax.default_matmul_precision("highest"), jax.named_scope("experts"):
-            y = self.between().add(returned, routed.slots)
-        return self._added(params, x, y, shared, routed, index)
-
-    def receive_kept(
-        self, params: Mapping[str, Array], x: Array, shared: Array | None, routed: Routed, kept: Array, index: Array
-    ) -> Array:
-        """Add to each token the sum of the results of all rounds."""
-        with jax.default_matmul_precision("highest"), jax.named_scope("experts"):
-            y = self.between().add_kept(kept, routed.slots)
-        return self._added(params, x, y, shared, routed, index)
-
-    def _added(
-        self, params, x: Array, y: Float[Array, "N D"], shared: Array | None, routed: Routed, index: Array
-    ) -> Array:
+            between = self.between()
+            y = between.sum_terms(results, routed.slots) if collected else between.add(results, routed.slots)
         parts = self.step.parts
         residual = parts.products.residual(self._layer(params, None, None, index).block.mlp_residual)
-        return parts.sharding.whole(
-            residual.post(x, routed.mix, parts.add_shared(y.reshape(routed.normed.shape), shared))
-        )
+        output = parts.add_shared(y.reshape(routed.normed.shape), shared)
+        return parts.sharding.whole(residual.post(x, routed.mix, output))
 
     def _layer(
         self, params: Mapping[str, Array], tokens: Tokens | None, copies: CopyTables | None, index: Array
@@ -237,12 +231,16 @@ class LayerPass:
         step = self.step
         table = step.table.without([path for path in step.table.infos if path not in params])
         stack = operator.attrgetter(self.stack)(table.bind(params))
-        graph, whole, sliced = step.split(stack, tokens)
-        own = index // self.kinds
-        at = lambda array, index: jax.lax.dynamic_index_in_dim(array, index, keepdims=False)  # noqa: E731
-        block = nnx.merge(graph, whole, jax.tree.map(lambda array: at(array, own), sliced))
-        copies = copies and jax.tree.map(lambda array: at(array, index), copies)
-        return Layer(block, own, self.first + index, tokens, copies)
+        graph, unsliced, sliced = step.split_stack(stack, tokens)
+        index_in_stack = index // self.num_kinds
+        block = nnx.merge(graph, unsliced, _take(sliced, index_in_stack))
+        copies = None if copies is None else _take(copies, index)
+        return Layer(block, index_in_stack, self.first_layer + index, tokens, copies)
+
+
+def _take(tree: Any, index: Array) -> Any:
+    """Return entry ``index`` of the first axis of each array."""
+    return jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, index, keepdims=False), tree)
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,12 +273,10 @@ class StackExperts:
             scheme=step.scheme,
             limit=step.config.swiglu_limit,
         )
-        specs = {name: self.rules.spec(info.logical_axes) for name, info in infos.items()}
-        arrays = {name: experts[prefix + name] for name in infos}
+        specs = {name: self.rules.spec(info.logical_axes) for name, info in infos.items()} | {"layer": P()}
+        arrays = {name: experts[prefix + name] for name in infos} | {"layer": index}
         with jax.default_matmul_precision("highest"), jax.named_scope("experts"):
-            return self.half.compute(
-                arrivals, ExpertsOfMesh(product, arrays | {"layer": index}, specs | {"layer": P()})
-            )
+            return self.half.compute(arrivals, ExpertsOfMesh(product, arrays, specs))
 
 
 def wire_of(step: StepDescription) -> WireFormat:
@@ -293,6 +289,6 @@ def sums_by_choice(step: StepDescription) -> bool:
     return step.experts.config.by_choice
 
 
-def described_like(tree: Any, described: Any) -> Any:
+def constrain_like(tree: Any, described: Any) -> Any:
     """Constrain a tree of arrays to the shardings of a tree of descriptions."""
     return jax.tree.map(lambda array, like: jax.lax.with_sharding_constraint(array, like.sharding), tree, described)

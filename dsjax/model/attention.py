@@ -70,6 +70,9 @@ class AttentionFamily(Protocol):
         Each row of the groups attends to ``context`` positions.
         """
 
+    def block(self, rows: int, chunk: int) -> int:
+        """Return the context positions that a rank reads at once for ``rows`` rows of ``chunk`` queries."""
+
     def backend(self, form: Form) -> str:
         """Return the backend that computes a form: ``plain``, ``native`` or ``pallas``."""
 
@@ -247,8 +250,7 @@ class PagedMLA:
 
     def _native(self, mla: MLA, form: Form, cache: Cache, layer, index, rows: Rows, p: Projections, chosen=None):
         """Run ``attend`` with the native kernels, which convert stored weights as they read them."""
-        config, batch, heads = self.config, self.batch, self.heads
-        kernel = partial(self.kernels.native.attention, form.kernels["native"], scale=config.softmax_scale)
+        kernel = partial(self.kernels.native.attention, form.kernels["native"], scale=self.config.softmax_scale)
         weights, index = _stacked(mla.kv_b, index)
 
         def local(q, q_rope, weights, index, cache, layer, positions, length, tables, filled, chosen):
@@ -256,19 +258,24 @@ class PagedMLA:
             out = kernel(q[0], q_rope[0], weights, index, cache, layer, start, length[0], tables[0], filled, words)
             return out[None]
 
+        return self._by_rank(local, p.q_nope, p.q_rope, weights, index, cache, layer, rows, chosen)
+
+    def _by_rank(self, local: Callable, q, q_rope, weights, index, cache: Cache, layer, rows: Rows, *more) -> Array:
+        """Run a kernel on each rank's rows and heads. more: further arrays with a dimension of ranks."""
         length = jnp.full(rows.positions.shape[:2], rows.positions.shape[2]) if rows.length is None else rows.length
-        query, by_row = P(batch, None, None, heads), P(batch)
-        by_columns = dict.fromkeys(weights, P(None, None, heads))
-        specs = (query, query, by_columns, P(), dict.fromkeys(cache, P(None, batch)), P(), *[by_row] * 5)
+        query, by_row = P(self.batch, None, None, self.heads), P(self.batch)
+        by_columns = dict.fromkeys(weights, P(None, None, self.heads))
+        cached = dict.fromkeys(cache, P(None, self.batch))
+        specs = (query, query, by_columns, P(), cached, P(), *[by_row] * (4 + len(more)))
         return self._shard_map(local, specs, query)(
-            p.q_nope, p.q_rope, weights, index, cache, layer, rows.positions, length, rows.tables, rows.filled, chosen
+            q, q_rope, weights, index, cache, layer, rows.positions, length, rows.tables, rows.filled, *more
         )
 
     def _pallas(self, mla: MLA, cache: Cache, layer, index, rows: Rows, p: Projections):
         """Run ``attend`` with the Pallas kernels. They work in latent space for every form and never expand keys and values."""
         if index is not None and mla.kv_b.weight[...].ndim < len(mla.kv_b.weight.info.shape):
             index = None  # a scan has sliced it
-        config, batch, heads, dtype = self.config, self.batch, self.heads, p.latent.dtype
+        config, dtype = self.config, p.latent.dtype
         own, stored = self.kernels.pallas, mla.kv_b.weight.info.dtype
         interpret, q, weights, up_value = own.interpret, p.q_nope, {}, None
         if index is None:
@@ -296,13 +303,7 @@ class PagedMLA:
             )  # fmt: skip
             return (by_head(expand_values, weights, index, out) if weights else out)[None]
 
-        length = jnp.full(rows.positions.shape[:2], rows.positions.shape[2]) if rows.length is None else rows.length
-        query, by_row = P(batch, None, None, heads), P(batch)
-        by_columns = dict.fromkeys(weights, P(None, None, heads))
-        specs = (query, query, by_columns, P(), dict.fromkeys(cache, P(None, batch)), P(), *[by_row] * 4)
-        out = self._shard_map(local, specs, query)(
-            q, p.q_rope, weights, index, cache, layer, rows.positions, length, rows.tables, rows.filled
-        )
+        out = self._by_rank(local, q, p.q_rope, weights, index, cache, layer, rows)
         return out if weights else jnp.einsum("brchm,mhu->brchu", out, up_value)
 
     def _over_context(

@@ -28,20 +28,16 @@ KEPT_WINDOWS = 1 / 5
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers that cache the same arrays on the same pages.
-
-    layers: numbers of the layers in the model; MTP layers follow the model's own. entries: capacity of a page. by_head: the first axis
-    of an entry is heads, sharded over ``tp``.
-    table: the kind of page table that names the pages. A "context" table names all pages of a request in the order of its positions. A
-    "window" table is a ring of the pages that hold the last ``page_size`` tokens; pages behind them are freed while the request runs.
-    """
+    """Layers that cache the same arrays on the same pages."""
 
     name: str
-    layers: tuple[int, ...]
-    entries: int
+    layers: tuple[int, ...]  # numbers of the layers in the model; MTP layers follow the model's own
+    entries: int  # capacity of a page
     arrays: Arrays
+    # the kind of page table that names the pages. A "context" table names all pages of a request in the order of its positions. A "window"
+    # table is a ring of the pages that hold the last ``page_size`` tokens; pages behind them are freed while the request runs
     table: Table = "context"
-    by_head: bool = False
+    by_head: bool = False  # the first axis of an entry is heads, sharded over ``tp``
 
     @property
     def entry_bytes(self) -> int:

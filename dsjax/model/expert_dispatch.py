@@ -34,16 +34,12 @@ EXPERTS = ".moe.experts."
 
 @dataclass(frozen=True)
 class ExpertsApart:
-    """Description of the devices that have only the routed experts (AFD).
+    """Description of the devices that have only the routed experts (AFD)."""
 
-    spec: mesh of these devices, each of which has whole experts. parts: number of equal runs into which they are divided for sending.
-    padded: whether all cells of an exchange are sent, not only the filled ones. infos: their parameters by path.
-    """
-
-    spec: MeshSpec
-    parts: int
-    padded: bool
-    infos: Mapping[str, ParameterInfo] = field(hash=False)
+    spec: MeshSpec  # mesh of these devices, each of which has whole experts
+    parts: int  # number of equal runs into which they are divided for sending
+    padded: bool  # whether all cells of an exchange are sent, not only the filled ones
+    infos: Mapping[str, ParameterInfo] = field(hash=False)  # their parameters by path
 
     @property
     def expert_bytes(self) -> int:
@@ -60,43 +56,38 @@ class ExpertsApart:
 
 @dataclass(frozen=True, eq=False)
 class ExpertDispatch:
-    """A model's physical experts on a mesh, and the dispatch of tokens to them.
+    """A model's physical experts on a mesh, and the dispatch of tokens to them."""
 
-    placement: of the routed experts, without the shared expert. nearest_copies: send a token to the nearest copies of its experts.
-    shared_experts_fusion: each rank has the shared expert as an additional physical expert.
-    products: the step's products; the experts use the same kernels and activation scheme.
-    """
-
-    placement: LayerPlacements
+    placement: LayerPlacements  # of the routed experts, without the shared expert
     dispatch: DispatchConfig
-    nearest_copies: bool
-    shared_experts_fusion: bool
-    products: MatricesInPlace
+    nearest_copies: bool  # send a token to the nearest copies of its experts
+    shared_experts_fusion: bool  # each rank has the shared expert as an additional physical expert
+    products: MatricesInPlace  # the step's products; the experts use the same kernels and activation scheme
     sharding: TokenSharding
 
     def assign(
-        self, of: Layer, routing: Routing, *, by_data: bool = False
+        self, layer: Layer, routing: Routing, *, tokens_split: bool = False
     ) -> tuple[Int[Array, "N K"], Float[Array, "N K"]]:
-        """Return the physical experts of all token slots, and their weights. by_data: tokens are split over ``tp``."""
+        """Return the physical experts of all token slots, and their weights. tokens_split: tokens are split over ``tp``."""
         B, flat = len(routing.ids), partial(rearrange, pattern="b t ... -> (b t) ...")
         sharding, spec = self.sharding, self.sharding.spec
-        spread, axes = (sharding.split, spec.token_axes) if by_data else (sharding.whole, spec.batch_axes)
-        logical, active, weights = (flat(spread(a)) for a in (routing.ids, of.tokens.active, routing.weights))
+        spread, axes = (sharding.split, spec.token_axes) if tokens_split else (sharding.whole, spec.batch_axes)
+        logical, active, weights = (flat(spread(a)) for a in (routing.ids, layer.tokens.active, routing.weights))
         # Copies take turns per DP rank, or per device if the tokens are already split.
-        runs = spec.tp_size if by_data else 1
+        runs = spec.tp_size if tokens_split else 1
         distances, first = self._slot_distances(runs), 0
         if isinstance(sharding.mesh, OneRank):
             first = jax.lax.axis_index(spec.batch_axes)
             distances = None if distances is None else jnp.asarray(distances)[first][None]
-        slots = assign_copies(of.copies, logical, active, B * runs, distances, first)
+        slots = assign_copies(layer.copies, logical, active, B * runs, distances, first)
         return sharding.constrain(slots, axes), sharding.constrain(weights, axes)
 
-    def exchange(self, of: Layer, x: Float[Array, "B T *n D"]) -> tuple[Exchange, ExpertsOfMesh]:
+    def exchange(self, layer: Layer, x: Float[Array, "B T *n D"]) -> tuple[Exchange, ExpertsOfMesh]:
         """Return the exchange of this layer's tokens, and the layer's experts."""
         products, spec, mesh = self.products, self.sharding.spec, self.sharding.mesh
         T, D, K = x.shape[1], x.shape[-1], products.config.num_experts_per_tok
         tokens = spec.dp_size * T
-        experts = of.block.moe.experts
+        experts = layer.block.moe.experts
         stack = stored(experts)
         specs = {name: self._expert_spec(experts, name) for name in stack}
         product = self._product(self.mean_load(tokens))
@@ -109,7 +100,7 @@ class ExpertDispatch:
             experts=self.placement.n_physical,
             fused_shared=self.shared_experts_fusion,
         )
-        return exchange, ExpertsOfMesh(product, stack | {"layer": of.index}, specs | {"layer": P()})
+        return exchange, ExpertsOfMesh(product, stack | {"layer": layer.index}, specs | {"layer": P()})
 
     @property
     def config(self) -> DispatchConfig:

@@ -43,30 +43,23 @@ ROUND_ROWS = 32_768
 
 @dataclass(frozen=True)
 class ExpertProduct:
-    """The grouped expert product as a callable, with its static options.
+    """The grouped expert product as a callable, with its static options."""
 
-    implementation: ``tiles`` (CPU), ``einsum`` (accelerators), or ``auto``, which prefers a faster kernel of ``kernels`` to either.
-    weight_dtype: dtype of the weights; the CPU platform stores them as unsigned integers.
-    platform: where the product runs (``cpu``, ``gpu``, ``tpu``).
-    mean_load: pairs of an expert under even routing. None counts every entry of ``ids_NK``, a large overestimate after a
-        dispatch with empty places.
-    tile: rows of a tile (``tiles``). capacity: rows per expert of a round (``einsum``). None: ``default_tile``, ``default_capacity``.
-    scheme: whether FP8 weights are multiplied with quantised rows.
-    width_shares: devices that share each expert's width. The native kernel splits its sums accordingly (``sharding.sums``).
-    limit: see ``gated``.
-    depth_last: whether FP8 weights are ``gate_up.weight [X, 2, F, D]`` and ``down.weight [X, D, F]``, as GPUs store them.
-    """
-
+    # ``tiles`` (CPU), ``einsum`` (accelerators), or ``auto``, which prefers a faster kernel of ``kernels`` to either
     implementation: Literal["auto", "tiles", "einsum"] = "auto"
+    # dtype of the weights; the CPU platform stores them as unsigned integers
     weight_dtype: np.dtype = np.dtype(np.float32)
-    platform: str = "cpu"
+    platform: str = "cpu"  # where the product runs (``cpu``, ``gpu``, ``tpu``)
+    # pairs of an expert under even routing. None counts every entry of ``ids_NK``, a large overestimate after a dispatch with empty places
     mean_load: float | None = None
-    tile: int | None = None
-    capacity: int | None = None
+    tile: int | None = None  # rows of a tile (``tiles``). None: ``default_tile``
+    capacity: int | None = None  # rows per expert of a round (``einsum``). None: ``default_capacity``
     kernels: Kernels = Kernels()
-    scheme: ActivationScheme = WIDEN
+    scheme: ActivationScheme = WIDEN  # whether FP8 weights are multiplied with quantised rows
+    # devices that share each expert's width. The native kernel splits its sums accordingly (``sharding.sums``)
     width_shares: int = 1
-    limit: float | None = None
+    limit: float | None = None  # see ``gated``
+    # whether FP8 weights are ``gate_up.weight [X, 2, F, D]`` and ``down.weight [X, D, F]``, as GPUs store them
     depth_last: bool = False
 
     def __post_init__(self):
@@ -245,17 +238,13 @@ class ExpertProduct:
 
 
 class SortedPairs(NamedTuple):
-    """All P = N × K (row, expert) pairs sorted by expert, rows ascending within an expert; pairs without an expert are last.
+    """All P = N × K (row, expert) pairs sorted by expert, rows ascending within an expert; pairs without an expert are last."""
 
-    pair_P: index of each pair before sorting. row_P, weight_P: its row and its routing weight. start_X, count_X: first pair and number of
-    pairs of each expert.
-    """
-
-    pair_P: Int[Array, "P"]
-    row_P: Int[Array, "P"]
-    weight_P: Float[Array, "P"]
-    start_X: Int[Array, "X"]
-    count_X: Int[Array, "X"]
+    pair_P: Int[Array, "P"]  # index of each pair before sorting
+    row_P: Int[Array, "P"]  # its row
+    weight_P: Float[Array, "P"]  # its routing weight
+    start_X: Int[Array, "X"]  # first pair of each expert
+    count_X: Int[Array, "X"]  # number of pairs of each expert
 
 
 def sort_pairs(ids_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"], experts: int) -> SortedPairs:

@@ -30,32 +30,26 @@ _NONE = MappingProxyType({})
 
 
 class Prepared(NamedTuple):
-    """Inputs of a form's attention for one row group.
+    """Inputs of a form's attention for one row group."""
 
-    queries: ``[B, R, C, H, _]``. weights: matrices by head that multiply the context, ``[M, H, _]``. finish: converts the result of
-    ``weigh`` to the heads' values ``[B, R, C, H, U]``.
-    """
-
-    queries: Sequence[Array]
-    weights: Sequence[Array] = ()
+    queries: Sequence[Array]  # ``[B, R, C, H, _]``
+    weights: Sequence[Array] = ()  # matrices by head that multiply the context, ``[M, H, _]``
+    # converts the result of ``weigh`` to the heads' values ``[B, R, C, H, U]``
     finish: Callable[[Array], Array] = lambda heads: heads
 
 
 @dataclass(frozen=True)
 class Form:
-    """A way to compute MLA's attention. To add a form, subclass it and pass the class: ``LLM(mla_prefill=…, mla_decode=…)``.
+    """A way to compute MLA's attention. To add a form, subclass it and pass the class: ``LLM(mla_prefill=…, mla_decode=…)``."""
 
-    name: in options and reports. layouts: cache layouts that it reads. kernels: backend → name of the kernel that computes it from a cache
-    in the layout ``split``; other backends fall back to plain JAX. heads_first: scores are ``[R, H, C, S]``, not ``[R, C, H, S]``.
-    materialised: it uses precomputed products ``W^UQ·W^UK`` and ``W^UV·W^O``, and ``finish`` returns the layer's output
-    ``[B, R, C, D]``. masks: if queries choose positions, it masks the others; other forms gather the chosen ones.
-    """
-
-    name: ClassVar[str]
-    layouts: ClassVar[tuple[Layout, ...]] = ("split",)
+    name: ClassVar[str]  # in options and reports
+    layouts: ClassVar[tuple[Layout, ...]] = ("split",)  # cache layouts that it reads
+    # backend → name of the kernel that computes it from a cache in the layout ``split``; other backends fall back to plain JAX
     kernels: ClassVar[Mapping[str, str]] = _NONE
-    heads_first: ClassVar[bool] = False
+    heads_first: ClassVar[bool] = False  # scores are ``[R, H, C, S]``, not ``[R, C, H, S]``
+    # it uses precomputed products ``W^UQ·W^UK`` and ``W^UV·W^O``, and ``finish`` returns the layer's output ``[B, R, C, D]``
     materialised: ClassVar[bool] = False
+    # if queries choose positions, it masks the others; other forms gather the chosen ones
     masks: ClassVar[bool] = False
 
     def __str__(self) -> str:

@@ -21,15 +21,12 @@ from sharding import fp8
 
 @dataclass(frozen=True)
 class ActivationScheme:
-    """How activations are quantised before products with FP8 weights (``quantization_config.activation_scheme``).
+    """How activations are quantised before products with FP8 weights (``quantization_config.activation_scheme``)."""
 
-    dynamic: scales are computed from the values at run time. False: activations are not quantised, and weights are widened. powers:
-    scales are powers of two (``scale_fmt`` "ue8m0"). experts: format of the rows of routed experts if it is not FP8, one of
-    ``dsjax.config.weights.ROW_FORMATS``.
-    """
-
+    # scales are computed from the values at run time. False: activations are not quantised, and weights are widened
     dynamic: bool = False
-    powers: bool = False
+    powers: bool = False  # scales are powers of two (``scale_fmt`` "ue8m0")
+    # format of the rows of routed experts if it is not FP8, one of ``dsjax.config.weights.ROW_FORMATS``
     experts: str | None = None
 
     def __str__(self) -> str:

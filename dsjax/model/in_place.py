@@ -37,18 +37,15 @@ SHARED_DEPTHS = ("heads", "mlp_width", "shared_width", "expert_width")
 
 @dataclass(frozen=True, eq=False)
 class MatricesInPlace:
-    """Products with a model's matrices, and the names of those that stay in their stacks.
-
-    infos: all parameters by path. scheme: whether activations are quantised for products with FP8 weights.
-    """
+    """Products with a model's matrices, and the names of those that stay in their stacks."""
 
     config: ModelConfig
-    infos: Mapping[str, ParameterInfo]
+    infos: Mapping[str, ParameterInfo]  # all parameters by path
     spec: MeshSpec
     mesh: Mesh | OneRank
     rules: Rules
     kernels: Kernels
-    scheme: ActivationScheme
+    scheme: ActivationScheme  # whether activations are quantised for products with FP8 weights
 
     @property
     def native(self) -> bool:
@@ -103,15 +100,19 @@ class MatricesInPlace:
         return self._dense_takes(weight, scale)
 
     def multiply(
-        self, index: Int[Array, ""], *, split_tokens: bool = False, scatter: bool = False, by_data: bool = False
+        self,
+        index: Int[Array, ""],
+        *,
+        scatter_result: bool = False,
+        scatter_xla: bool = False,
+        tokens_split: bool = False,
     ) -> Multiply:
         """Return the product with a matrix of layer ``index``. It reads matrices that were left unsliced in their stack.
 
-        scatter: apply ``split_tokens`` to XLA's products, too, with an explicit reduce-scatter instead of the compiler's choice.
-        by_data: the tokens are already split over ``tp``, and the matrices are replicated.
-
-        split_tokens: leave a replica's tokens split over its ``tp`` devices if the product is summed over ``tp`` and ``tp`` divides the
-        tokens. The shared experts' sum is then added to the routed experts', which is split in the same way, before one all-gather.
+        tokens_split: whether the tokens are already split over ``tp``, and the matrices are replicated.
+        scatter_result: leave a replica's tokens split over its ``tp`` devices if the product is summed over ``tp`` and ``tp`` divides the
+            tokens. The shared experts' sum is then added to the routed experts', which is split in the same way, before one all-gather.
+        scatter_xla: apply ``scatter_result`` to XLA's products, too, with an explicit reduce-scatter instead of the compiler's choice.
         """
 
         def in_stack(matrix: Matrix, x: Array) -> Array:
@@ -119,7 +120,7 @@ class MatricesInPlace:
             if isinstance(matrix, GroupedMatrix):
                 return self._grouped(matrix, x) if self.native else matrix.product(x)
             if self.native:
-                return self._ordered(matrix, index, x, split_tokens=split_tokens, by_data=by_data)
+                return self._ordered(matrix, index, x, scatter_result=scatter_result, tokens_split=tokens_split)
             sliced = weight.ndim < len(info.shape)
             quantise = kept_fp8 and self.scheme.dynamic
             # If the stack is too large for a kernel, it reads an FP8 slice: copying that moves a fourth of a dequantised slice's bytes.
@@ -129,9 +130,9 @@ class MatricesInPlace:
             layers, *rest = stored_spec
             depth, *columns = (rest[-1], *rest[:-1]) if info.depth_last else rest
             spec = P(layers, depth, *columns)
-            split = split_tokens and depth and x.ndim == 3 and x.shape[1] % self.spec.tp_size == 0
+            split = scatter_result and depth and x.ndim == 3 and x.shape[1] % self.spec.tp_size == 0
             if not (pallas or quantise):
-                return self._scattered(matrix, spec, x) if split and scatter else matrix.product(x)
+                return self._scattered(matrix, spec, x) if split and scatter_xla else matrix.product(x)
             arrays = {"weight": weight} | ({"scale": matrix.scale[...]} if kept_fp8 else {})
             if sliced:
                 arrays, layer = {name: array[None] for name, array in arrays.items()}, jnp.int32(0)
@@ -166,7 +167,7 @@ class MatricesInPlace:
                     out = jax.lax.psum(out, depth)
                 return out[None]
 
-            tokens = self.spec.head_axes if by_data else None
+            tokens = self.spec.head_axes if tokens_split else None
             specs = (dict.fromkeys(arrays, spec) | {"weight": stored_spec}, P(), P(batch, tokens, depth))
             out_specs = P(batch, depth if split else tokens, *columns)
             run = on_ranks(local, self.mesh, specs, out_specs)
@@ -216,15 +217,19 @@ class MatricesInPlace:
         axes: tuple[str | None, ...],
         *,
         dtype: np.dtype | None = None,
-        split_tokens: bool = False,
-        by_data: bool = False,
+        scatter_result: bool = False,
+        tokens_split: bool = False,
         transposed: bool = False,
     ) -> Array:
         """Multiply ``x [B, ..., K]`` by layer ``layer`` of ``weight [L, K, *columns]``, or ``[L, J, K]`` if transposed.
 
-        axes: of the weight. If a mesh may shard K, its sum is the tree of ``sharding.sums`` on every mesh, and devices that share it add
-        its branches. split_tokens, by_data: see ``multiply``. dtype: of the result; None: of ``x``. Rows are first quantised if the scheme
-        says so, in blocks of 128 along K.
+        If a mesh may shard K, its sum is the tree of ``sharding.sums`` on every mesh, and devices that share it add its branches. Rows are
+        first quantised if the scheme says so, in blocks of 128 along K.
+
+        Args:
+            axes: of the weight.
+            dtype: of the result; None: of ``x``.
+            scatter_result, tokens_split: see ``multiply``.
         """
         dtype = dtype or x.dtype
         spec, batch = self.rules.spec(axes), self.spec.batch_axes
@@ -232,7 +237,7 @@ class MatricesInPlace:
         shares = self.rules.ways(self.mesh, axes[1]) if depth else 1
         quantised = "scale" in arrays and self.scheme.dynamic
         pieces = pieces_here(x.shape[-1], shares) if axes[1] in SHARED_DEPTHS else 1
-        split = split_tokens and shares > 1 and x.ndim == 3 and x.shape[1] % self.spec.tp_size == 0
+        split = scatter_result and shares > 1 and x.ndim == 3 and x.shape[1] % self.spec.tp_size == 0
 
         def local(arrays, layer, x):
             rows = fp8.dequantise(*self.scheme.quantise(x[0])) if quantised else x[0]
@@ -241,14 +246,14 @@ class MatricesInPlace:
             return tree_sum(out, depth, shares, split=split, dtype=dtype)[None] if depth else out[None]
 
         own = P(spec[0], *columns, depth) if transposed else spec  # as the weight is stored
-        rows = self.spec.head_axes if by_data else None
+        rows = self.spec.head_axes if tokens_split else None
         out_specs = P(batch, depth if split else rows, *columns)
         run = on_ranks(local, self.mesh, (dict.fromkeys(arrays, own), P(), P(batch, rows, depth)), out_specs)
         out = run(dict(arrays), layer, rearrange(x, "b ... k -> b (...) k"))
         return out.reshape(*x.shape[:-1], *out.shape[2:])
 
-    def project(self, model: Transformer, hidden: Array, dtype: np.dtype, *, by_data: bool) -> Array:
-        """Return float32 logits ``[B, J, V]`` of hidden states ``[B, J, D]``. by_data: see ``multiply``."""
+    def project(self, model: Transformer, hidden: Array, dtype: np.dtype, *, tokens_split: bool) -> Array:
+        """Return float32 logits ``[B, J, V]`` of hidden states ``[B, J, D]``. tokens_split: see ``multiply``."""
         if not self.native:
             weight = model.head_weight(dtype)
             return jnp.einsum("bnd,dv->bnv", hidden, weight, preferred_element_type=jnp.float32)
@@ -259,19 +264,19 @@ class MatricesInPlace:
             hidden,
             ("layers", "embed", "vocab"),
             dtype=jnp.dtype("float32"),
-            by_data=by_data,
+            tokens_split=tokens_split,
             transposed=transposed,
         )
 
-    def residual(self, residual: Residual, *, by_data: bool = False) -> Residual:
-        """Return the residual connection, with native kernels if available. by_data: see ``normalise``."""
+    def residual(self, residual: Residual, *, tokens_split: bool = False) -> Residual:
+        """Return the residual connection, with native kernels if available. tokens_split: see ``normalise``."""
         if self.kernels.name("hyper-connections") != "native":
             return residual
-        tokens = P(self.spec.batch_axes, self.spec.head_axes if by_data else None)
+        tokens = P(self.spec.batch_axes, self.spec.head_axes if tokens_split else None)
         return residual.with_kernels(self.kernels.native, self.mesh, tokens)
 
-    def normalise(self, norm: RMSNorm | LayerNorm | HeadNorm, x: Array, *, by_data: bool = False) -> Array:
-        """Apply the norm, with the native kernel if products are native. by_data: tokens are split over ``tp``."""
+    def normalise(self, norm: RMSNorm | LayerNorm | HeadNorm, x: Array, *, tokens_split: bool = False) -> Array:
+        """Apply the norm, with the native kernel if products are native. tokens_split: tokens are split over ``tp``."""
         if self.native and isinstance(norm, HeadNorm):
             return self._normalise_heads(norm, x)
         if not self.native:
@@ -280,7 +285,7 @@ class MatricesInPlace:
         def local(x, scale, bias):
             return self.kernels.native.norm(x[0], scale, norm.eps, bias)[None]
 
-        by_rank = P(self.spec.batch_axes, self.spec.head_axes if by_data else None)
+        by_rank = P(self.spec.batch_axes, self.spec.head_axes if tokens_split else None)
         run = on_ranks(local, self.mesh, (by_rank, P(), P()), by_rank)
         scale = value_of(norm.scale).astype(x.dtype)
         bias = value_of(norm.bias).astype(x.dtype) if isinstance(norm, LayerNorm) else None

@@ -35,29 +35,27 @@ from sharding.dispatch.transit import in_turn
 
 @dataclass(frozen=True, eq=False)
 class LayerParts:
-    """The parts of any layer, for use while a step is traced.
-
-    forms: of prefill and of decode. apart: whether routed experts are on separate devices (AFD), so that tokens leave this mesh.
-    """
+    """The parts of any layer, for use while a step is traced."""
 
     attention: AttentionFamily
-    forms: tuple[Form, Form]
+    forms: tuple[Form, Form]  # of prefill and of decode
     products: MatricesInPlace
     experts: ExpertDispatch
     sharding: TokenSharding
-    apart: bool
+    apart: bool  # whether routed experts are on separate devices (AFD), so that tokens leave this mesh
 
     def splits_tokens(self, layer: Layer, x: Float[Array, "B T *n D"]) -> bool:
         """Whether to split the layer's tokens over ``tp`` after attention, because no later weight of the layer is sharded over ``tp``.
 
         Attention then ends in a reduce-scatter and the layer in an all-gather. Together they send as much as one all-reduce.
         """
-        tp, is_sharded = self.sharding.spec.tp_size, self.products.rules.table
+        tp = self.sharding.spec.tp_size
+        is_sharded = self.products.rules.table
         if tp == 1 or x.shape[1] % tp:
             return False
         if hasattr(layer.block, "mlp"):
             return not is_sharded["mlp_width"]
-        if self.apart:
+        if self.apart:  # tokens leave this mesh whole
             return False
         return not (hasattr(layer.block.moe, "shared") and is_sharded["shared_width"])
 
@@ -85,9 +83,11 @@ class LayerParts:
         )
 
     def _project(self, layer: Layer, x: Float[Array, "B T *n D"]) -> tuple[Any, Projections]:
-        layer, tokens, normalise = layer.rebind(), layer.tokens, self.products.normalise
-        read, mix = self.products.residual(layer.block.attn_residual).pre(x)
-        normed = self.sharding.whole(normalise(layer.block.attn_norm, read))
+        layer = layer.rebind()
+        tokens = layer.tokens
+        normalise = self.products.normalise
+        block_input, mix = self.products.residual(layer.block.attn_residual).pre(x)
+        normed = self.sharding.whole(normalise(layer.block.attn_norm, block_input))
         products = {"multiply": self.products.multiply(layer.index), "normalise": normalise}
         forms = [group.shape.form for group in tokens.groups]
         return mix, self.attention.project(layer.block.attn, normed, tokens.rotation, forms, **products)
@@ -95,13 +95,16 @@ class LayerParts:
     def heads(self, layer: Layer, p: Projections, cache: Cache) -> list[Array]:
         """Return attention's result for each row group, before its output projection."""
         layer = layer.rebind()
-        tokens, results, start = layer.tokens, [], 0
+        tokens = layer.tokens
+        results = []
+        start = 0
         for group in tokens.groups:
             _, R, C = group.tokens.shape
             part = jax.tree.map(lambda a: rearrange(a[:, start : start + R * C], "b (r c) ... -> b r c ...", c=C), p)  # noqa: B023
 
             def attend(form: Form, length: Int[Array, "B R"], group=group, part=part) -> Array:
-                tables, windows = group.tables, None
+                tables = group.tables
+                windows = None
                 if group.shape.windows:
                     tables, windows = jnp.split(tables, [group.shape.pages], axis=-1)
                 rows = Rows(group.positions, tables, length, tokens.filled, windows)
@@ -116,60 +119,62 @@ class LayerParts:
 
         length: how many tokens of each row to compute, from its first one. A group with only one kind of tokens runs ``attend`` once.
         """
-        form, length = group.shape.form, group.length
+        form = group.shape.form
+        length = group.length
         if group.prompt_length is None:
             return attend(form, length)
         prompts = jnp.clip(group.prompt_length - group.start, 0, length)
         outputs = jnp.where(prompts < length, length, 0)  # kernels start at a row's first token
         prefill, decode = self.forms
 
-        def both() -> Array:
+        def attend_both_kinds() -> Array:
             is_prompt = group.positions < group.prompt_length[..., None]
             return jnp.where(is_prompt[..., None, None], attend(prefill, prompts), attend(decode, outputs))
 
         other_kind = outputs if form == prefill else prompts
-        return jax.lax.cond(jnp.any(other_kind > 0), both, lambda: attend(form, length))
+        return jax.lax.cond(jnp.any(other_kind > 0), attend_both_kinds, lambda: attend(form, length))
 
     def add_heads(
         self, layer: Layer, x: Float[Array, "B T *n D"], mix: Any, results: Sequence[Array]
     ) -> Float[Array, "B T *n D"]:
         """Project the results of ``heads`` (``results``), and add them to the tokens through the residual connection."""
         layer = layer.rebind()
-        index, tokens, by_data = layer.index, layer.tokens, self.splits_tokens(layer, x)
-        multiply, outputs = self.products.multiply(index), []
-        for group, heads in zip(tokens.groups, results, strict=True):
+        groups = layer.tokens.groups
+        tokens_split = self.splits_tokens(layer, x)
+        scatter = tokens_split and len(groups) == 1
+        multiply = self.products.multiply(layer.index, scatter_result=scatter, scatter_xla=scatter)
+        outputs = []
+        for group, heads in zip(groups, results, strict=True):
             B, R, C = group.tokens.shape
-            if by_data and len(tokens.groups) == 1:
-                heads, multiply = (
-                    rearrange(heads, "b r c ... -> b (r c) ..."),
-                    self.products.multiply(index, split_tokens=True, scatter=True),
-                )
+            if scatter:
+                heads = rearrange(heads, "b r c ... -> b (r c) ...")
             out = self.attention.output(layer.block.attn, group.shape.form, heads, multiply)
             outputs.append(out.reshape(B, R * C, -1))
         attended = jnp.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
-        attended = (self.sharding.split if by_data else self.sharding.whole)(attended)
-        x = self.products.residual(layer.block.attn_residual, by_data=by_data).post(x, mix, attended)
-        return self.sharding.split(x) if by_data else x
+        attended = (self.sharding.split if tokens_split else self.sharding.whole)(attended)
+        x = self.products.residual(layer.block.attn_residual, tokens_split=tokens_split).post(x, mix, attended)
+        return self.sharding.split(x) if tokens_split else x
 
     def multiply_dense(self, layer: Layer, x: Float[Array, "B T *n D"]) -> Float[Array, "B T *n D"]:
         """Return the tokens after a dense layer's MLP, which replaces the other three parts."""
 
         def run_mlp() -> Float[Array, "B T *n D"]:
-            rebound, by_data = layer.rebind(), self.splits_tokens(layer, x)
+            rebound = layer.rebind()
+            tokens_split = self.splits_tokens(layer, x)
             normed, mix = self._normed(rebound, x)
-            y = rebound.block.mlp(normed, self.products.multiply(layer.index, by_data=by_data))
+            y = rebound.block.mlp(normed, self.products.multiply(layer.index, tokens_split=tokens_split))
             return self.sharding.whole(
-                self.products.residual(rebound.block.mlp_residual, by_data=by_data).post(x, mix, y)
+                self.products.residual(rebound.block.mlp_residual, tokens_split=tokens_split).post(x, mix, y)
             )
 
         return self.sharding.if_any(layer.tokens.active, run_mlp, lambda: x)
 
     def _normed(self, layer: Layer, x: Float[Array, "B T *n D"]) -> tuple[Float[Array, "B T D"], Any]:
         """Normalise the tokens after attention for the MLP or the experts. Also return the ``mix`` for ``Residual.post``."""
-        by_data = self.splits_tokens(layer, x)
-        read, mix = self.products.residual(layer.block.mlp_residual, by_data=by_data).pre(x)
-        normed = self.products.normalise(layer.block.mlp_norm, read, by_data=by_data)
-        return (self.sharding.split(normed) if by_data else self.sharding.whole(normed)), mix
+        tokens_split = self.splits_tokens(layer, x)
+        block_input, mix = self.products.residual(layer.block.mlp_residual, tokens_split=tokens_split).pre(x)
+        normed = self.products.normalise(layer.block.mlp_norm, block_input, tokens_split=tokens_split)
+        return (self.sharding.split(normed) if tokens_split else self.sharding.whole(normed)), mix
 
     # Second part: dispatch.
 
@@ -179,20 +184,23 @@ class LayerParts:
 
     def route(self, layer: Layer, x: Float[Array, "B T *n D"]) -> Sent:
         """Run ``send`` without its exchanges: choose experts, and pack the active tokens for the experts' physical copies."""
-        (B, T, *_, D), by_data, spec = x.shape, self.splits_tokens(layer, x), self.sharding.spec
+        B, T, *_, D = x.shape
+        tokens_split = self.splits_tokens(layer, x)
+        spec = self.sharding.spec
         exchange, _ = self.experts.exchange(layer, x)
 
         def routed() -> Sent:
             rebound = layer.rebind()
             normed, mix, routing = self.choose(rebound, x)
             with jax.named_scope("experts"):
-                axes = spec.token_axes if by_data else spec.batch_axes
+                axes = spec.token_axes if tokens_split else spec.batch_axes
                 rows = self.sharding.constrain(rearrange(normed, "b t d -> (b t) d"), axes)
-                transit = exchange.prepare(rows, *self.experts.assign(rebound, routing, by_data=by_data))
+                transit = exchange.prepare(rows, *self.experts.assign(rebound, routing, tokens_split=tokens_split))
                 return Sent(x, mix, normed, transit)
 
         def inactive() -> Sent:
-            shape, zeros = (B * T, self.products.config.num_experts_per_tok), jnp.zeros((B, T, D), x.dtype)
+            shape = (B * T, self.products.config.num_experts_per_tok)
+            zeros = jnp.zeros((B, T, D), x.dtype)
             transit = exchange.prepare(rearrange(zeros, "b t d -> (b t) d"), jnp.full(shape, -1), jnp.zeros(shape))
             mix = _zeros(jax.eval_shape(lambda: layer.block.mlp_residual.pre(x)[1]))
             return Sent(x, mix, zeros, transit)
@@ -201,21 +209,23 @@ class LayerParts:
 
     def choose(self, layer: Layer, x: Float[Array, "B T *n D"]) -> tuple[Float[Array, "B T D"], Any, Routing]:
         """Return the normalised tokens, the ``mix`` for ``Residual.post``, and each token's experts."""
-        (normed, mix), by_data = self._normed(layer, x), self.splits_tokens(layer, x)
-        multiply, router = (
-            self.products.multiply(layer.index, split_tokens=True, by_data=by_data),
-            layer.block.moe.router,
-        )
+        normed, mix = self._normed(layer, x)
+        tokens_split = self.splits_tokens(layer, x)
+        multiply = self.products.multiply(layer.index, scatter_result=True, tokens_split=tokens_split)
+        router = layer.block.moe.router
         with jax.named_scope("router"):
             logits = multiply(router, normed.astype(jnp.float32))
             # Each DP rank chooses for its own tokens: XLA cannot partition ``top_k``, and would gather all tokens' scores on each device.
+            # Only ``others`` (bias, table) are read there; ``weight``, which may be sharded, only completes the module.
             graph, weight, others = nnx.split(router, lambda path, _: path[-1] == "weight", ...)
 
             def choose_on_rank(others: nnx.State, logits: Array, tokens: Array) -> Routing:
                 local = nnx.merge(graph, weight, others)
                 return (native_choice(self.products.kernels, local) or local.choose)(logits, tokens)
 
-            routing = self.sharding.on_each_rank(choose_on_rank, by_data=by_data)(others, logits, layer.tokens.ids)
+            routing = self.sharding.on_each_rank(choose_on_rank, tokens_split=tokens_split)(
+                others, logits, layer.tokens.ids
+            )
         return normed, mix, routing
 
     def dispatch_stages(self, layer: Layer, x: Float[Array, "B T *n D"]) -> Sequence[Callable[[Sent], Sent]]:
@@ -240,12 +250,14 @@ class LayerParts:
         """Return the shared experts' output; None if there are none, or they run among the routed experts."""
         if not hasattr(layer.block.moe, "shared"):
             return None
-        multiply = self.products.multiply(layer.index, split_tokens=True, by_data=self.splits_tokens(layer, normed))
+        multiply = self.products.multiply(
+            layer.index, scatter_result=True, tokens_split=self.splits_tokens(layer, normed)
+        )
 
         def run_shared() -> Float[Array, "B T D"]:
             return layer.rebind().block.moe.shared(normed, multiply)
 
-        if layer.tokens is None:
+        if layer.tokens is None:  # with AFD the shared experts are a program of their own, without tokens
             return run_shared()
         return self.sharding.if_any(layer.tokens.active, run_shared, lambda: jnp.zeros_like(normed))
 
@@ -265,17 +277,18 @@ class LayerParts:
         exchange, experts = self.experts.exchange(layer, computed.x)
         with jax.named_scope("experts"):
             y, report = exchange.add(computed.transit, experts)
-        x, by_data = computed.x, self.splits_tokens(layer, computed.x)
-        y = self.add_shared(rearrange(y, "(b t) d -> b t d", b=len(x)), computed.shared, by_data=by_data)
-        residual = self.products.residual(layer.block.mlp_residual, by_data=by_data)
+        x = computed.x
+        tokens_split = self.splits_tokens(layer, x)
+        y = self.add_shared(rearrange(y, "(b t) d -> b t d", b=len(x)), computed.shared, tokens_split=tokens_split)
+        residual = self.products.residual(layer.block.mlp_residual, tokens_split=tokens_split)
         return self.sharding.whole(residual.post(x, computed.mix, y)), report or {}
 
     def add_shared(
-        self, y: Float[Array, "B T D"], shared: Float[Array, "B T D"] | None, *, by_data: bool = False
+        self, y: Float[Array, "B T D"], shared: Float[Array, "B T D"] | None, *, tokens_split: bool = False
     ) -> Float[Array, "B T D"]:
-        """Add the shared experts' output to the routed experts'. by_data: both are split over ``tp``."""
-        # With Pallas or `by_data` the shared experts' output is split too, so add the two before the gather.
-        if self.products.kernels.name("other products") != "pallas" and not by_data:
+        """Add the shared experts' output to the routed experts'. tokens_split: both are split over ``tp``."""
+        is_shared_split = tokens_split or self.products.kernels.name("other products") == "pallas"
+        if not is_shared_split:  # else add the two before the gather
             y = self.sharding.whole(y)
         return y if shared is None else y + shared
 

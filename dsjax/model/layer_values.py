@@ -18,33 +18,27 @@ from sharding.placement import CopyTables
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Tokens:
-    """Inputs of all layers for the token slots of a step.
-
-    slots, window_slots: cache slots of the tokens' entries on context pages and on window pages; −1 for padding.
-    """
+    """Inputs of all layers for the token slots of a step."""
 
     groups: Sequence[RowGroup]
     ids: Int[Array, "B T"]
     active: Bool[Array, "B T"]
-    slots: Int[Array, "B T"]
+    slots: Int[Array, "B T"]  # cache slots of the tokens' entries on context pages; −1 for padding
     rotation: AnyRotation
-    filled: Bool[Array, "P G"] | None = None
-    window_slots: Int[Array, "B T"] | None = None
+    filled: Bool[Array, "P G"] | None = None  # see ``Rows.filled``
+    window_slots: Int[Array, "B T"] | None = None  # cache slots of the tokens' entries on window pages; −1 for padding
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer and the tokens that pass through it.
+    """One decoder layer and the tokens that pass through it."""
 
-    block: its modules. index: its number in their stack. cache_layer: its number in the cache. copies: locations of its experts' copies.
-    bind: builds the modules from the stack again; None if a scan has sliced them.
-    """
-
-    block: DecoderLayer
-    index: Int[Array, ""]
-    cache_layer: Int[Array, ""]
+    block: DecoderLayer  # its modules
+    index: Int[Array, ""]  # its number in their stack
+    cache_layer: Int[Array, ""]  # its number in the cache
     tokens: Tokens
-    copies: CopyTables | None
+    copies: CopyTables | None  # locations of its experts' copies
+    # builds the modules from the stack again; None if a scan has sliced them
     bind: Callable[[], DecoderLayer] | None = None
 
     def rebind(self) -> Layer:
@@ -55,40 +49,30 @@ class Layer:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Projected:
-    """Tokens before attention's heads.
+    """Tokens before attention's heads."""
 
-    x: the layer's input. mix: from ``Residual.pre``, for ``post``. projections: queries, and the values written to the cache.
-    """
-
-    x: Float[Array, "B T *n D"]
-    mix: Any
-    projections: Projections
+    x: Float[Array, "B T *n D"]  # the layer's input
+    mix: Any  # pytree from ``Residual.pre``, for ``Residual.post``
+    projections: Projections  # queries, and the values written to the cache
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sent:
-    """Dispatched tokens: the result of ``send`` and the input of ``compute``.
+    """Dispatched tokens: the result of ``send`` and the input of ``compute``."""
 
-    x: the tokens after attention. mix: as in ``Projected``, for the MLP. normed: the normalised tokens, input of the experts. transit: the
-    same tokens, packed or received.
-    """
-
-    x: Float[Array, "B T *n D"]
-    mix: Any
-    normed: Float[Array, "B T D"]
-    transit: Transit
+    x: Float[Array, "B T *n D"]  # the tokens after attention
+    mix: Any  # as in ``Projected``, for the MLP
+    normed: Float[Array, "B T D"]  # the normalised tokens, input of the experts
+    transit: Transit  # the same tokens, packed or received
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Computed:
-    """Outputs of the experts: the result of ``compute`` and the input of ``receive``.
+    """Outputs of the experts: the result of ``compute`` and the input of ``receive``."""
 
-    x, mix: as in ``Sent``. transit: the routed experts' sums, on the expert ranks or returned. shared: the shared experts' output, if any.
-    """
-
-    x: Float[Array, "B T *n D"]
-    mix: Any
-    transit: Transit
-    shared: Float[Array, "B T D"] | None
+    x: Float[Array, "B T *n D"]  # as in ``Sent``
+    mix: Any  # as in ``Sent``
+    transit: Transit  # the routed experts' sums, on the expert ranks or returned
+    shared: Float[Array, "B T D"] | None  # the shared experts' output, if any

@@ -18,16 +18,12 @@ from dsjax.model.rows import GroupShape, RowGroup
 
 @dataclass(frozen=True)
 class TwoBatchOverlap:
-    """Decides from a step's shapes alone whether to compute it in two halves, so that all ranks decide alike.
+    """Decides from a step's shapes alone whether to compute it in two halves, so that all ranks decide alike."""
 
-    decode_tokens, prefill_tokens: fewest tokens of a DP rank, padding included, for a step of decodes alone and for one with prompts.
-    decode_chunk: most tokens of a decode row: one plus its drafts. stages: micro-batches of such a step with AFD.
-    """
-
-    decode_tokens: int = 32
-    prefill_tokens: int = 512
-    decode_chunk: int = 1
-    stages: int = 2
+    decode_tokens: int = 32  # fewest tokens of a DP rank, padding included, for a step of decodes alone
+    prefill_tokens: int = 512  # the same for a step with prompts
+    decode_chunk: int = 1  # most tokens of a decode row: one plus its drafts
+    stages: int = 2  # micro-batches of such a step with AFD
 
     def halves(self, shapes: Sequence[GroupShape]) -> bool:
         """Whether a step of these groups is computed in two halves."""
@@ -37,13 +33,10 @@ class TwoBatchOverlap:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """Row groups cut into micro-batches.
+    """Row groups cut into micro-batches."""
 
-    groups: the row groups of each micro-batch. places: ``[T]``, the step's token slot of each slot of the micro-batches, which are
-    concatenated in order.
-    """
-
-    groups: Sequence[Sequence[RowGroup]]
+    groups: Sequence[Sequence[RowGroup]]  # the row groups of each micro-batch
+    # ``[T]``, the step's token slot of each slot of the micro-batches, which are concatenated in order
     places: Int[np.ndarray, "T"]
 
     @property

@@ -48,12 +48,12 @@ def further(
         None: every slot of the context is filled.
     groups: positions, lengths, page tables and forms are read; tokens are not.
     hidden: from ``ModelStep.hidden``, or from this function for one more token. next_tokens: the token after each.
-    copies: of all ``moe_layers_with_module``; the module's experts come last.
+    copies: of all ``num_moe_layers_with_mtp``; the module's experts come last.
 
     Returns hidden states, which ``ModelStep.logits`` takes with ``module`` and this function takes for one more token; the
     updated cache and ``filled``; and dispatch reports with a leading axis of 1, which continue those of ``ModelStep.hidden``.
     """
-    sharding, products = step.sharding, step.in_place
+    sharding, products = step.sharding, step.products
     layers, moe_layers = step.config.num_hidden_layers, step.config.num_moe_layers
     scope = f"mtp_{hidden.shape[1]}"  # drafting has several passes, told apart by their tokens per rank
     with jax.default_matmul_precision("highest"), jax.named_scope(scope):
@@ -61,7 +61,7 @@ def further(
         module = first_module(model.mtp)
         tokens = step.tokens(with_tokens(groups, next_tokens))
         if filled is not None:
-            filled = mark(step, filled, tokens.window_slots if step.fills_windows else tokens.slots, True)
+            filled = mark(step, filled, tokens.window_slots if step.mtp_fills_windows else tokens.slots, True)
         tokens = replace(tokens, filled=filled)
         normalise = products.normalise
         embedded, hidden = (
@@ -71,12 +71,12 @@ def further(
         own_copies = None if copies is None else jax.tree.map(lambda array: array[moe_layers : moe_layers + 1], copies)
         if step.apart is not None:
             x, cache, reports = run_apart(step, ["mtp.layers"], params, x, cache, layers, tokens, own_copies)
-        elif step.rank_by_rank:
+        elif step.runs_rank_by_rank:
             x, cache, reports = step.run_first(model.mtp.layers, x, cache, jnp.int32(layers), tokens, own_copies)
         else:
             own_copies = jax.tree.map(lambda array: array[0], own_copies)
-            of = Layer(module.layers, jnp.int32(0), jnp.int32(layers), tokens, own_copies)
-            x, cache, report = step.run_layer(of, x, cache)
+            layer = Layer(module.layers, jnp.int32(0), jnp.int32(layers), tokens, own_copies)
+            x, cache, report = step.run_layer(layer, x, cache)
             reports = jax.tree.map(lambda array: array[None], report)
         return step.passed_on(module, x), cache, filled, reports
 

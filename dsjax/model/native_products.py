@@ -38,18 +38,16 @@ from sharding.sums import pieces_of
 class NativeProducts:
     """The engine's float32 products on one CPU device, for ``Transformer(…)(tokens, products=…)`` instead of ``XlaProducts``.
 
-    kernels: as loaded by ``choose_kernels("native", "cpu", …).native``.
-    form: the MLA form of attention's sums. ``A_CC_ME`` matches an engine with ``batch_invariant=True``; ``CC`` matches prompts of an
-        engine without it (the default of ``--mla-prefill``).
-
-    Weights may have any format: they are converted to float32 first, with the same bits as in kernels that convert them on reading.
-    Packed experts are the exception: their kernel multiplies by blocks. Sparse attention chooses as with ``--index-scores float``.
-    XLA computes DeepSeek-V4's attention, head norms, grouped product and hyper-connections, so its logits are close but not equal.
+    Weights may have any format: they are converted to float32 first, with the same bits as in kernels that convert them on reading. Packed
+    experts are the exception: their kernel multiplies by blocks. Sparse attention chooses as with ``--index-scores float``. XLA computes
+    DeepSeek-V4's attention, head norms, grouped product and hyper-connections, so its logits are close but not equal.
     """
 
     observe: ClassVar[None] = None
 
-    kernels: NativeKernels
+    kernels: NativeKernels  # as loaded by ``choose_kernels("native", "cpu", …).native``
+    # the MLA form of attention's sums. ``A_CC_ME`` matches an engine with ``batch_invariant=True``; ``CC`` matches prompts of an engine
+    # without it (the default of ``--mla-prefill``)
     form: Literal["CC", "A_CC_ME"] = "A_CC_ME"
 
     def multiply(self, matrix: Matrix | ExpertRouter, x: Float[Array, "*b K"]) -> Float[Array, "*b *columns"]:

@@ -24,16 +24,16 @@ class Rows:
 
     A row's positions are consecutive. ``length``: number of its tokens that are not padding; None: all. Attention of padding is
     meaningless; native kernels skip padding and give zeros.
-    filled: mask of the cache slots that hold an entry, over all pages; a token attends to those and to itself. None: all do. With window
-    pages, the mask is over their slots.
-    windows: ring of window pages, for a model that has them: page ``p // page_size % Pw`` holds position ``p``. Only the pages of the
-    row's positions and of the ``page_size - 1`` before them belong to the row; others must not be read.
     """
 
     positions: Int[Array, "B R C"]
     tables: Int[Array, "B R Pr"]
     length: Int[Array, "B R"] | None = None
+    # mask of the cache slots that hold an entry, over all pages; a token attends to those and to itself. None: all do. With window pages,
+    # the mask is over their slots
     filled: Bool[Array, "P G"] | None = None
+    # ring of window pages, for a model that has them: page ``p // page_size % Pw`` holds position ``p``. Only the pages of the row's
+    # positions and of the ``page_size - 1`` before them belong to the row; others must not be read
     windows: Int[Array, "B R Pw"] | None = None
 
 

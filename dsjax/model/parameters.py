@@ -81,11 +81,6 @@ def storage_dtype(dtype: np.dtype, platform: str) -> np.dtype:
     return _BIT_PATTERNS.get(dtype.name, dtype) if platform == "cpu" else dtype
 
 
-def depth_to_end(sizes: tuple, depth: int) -> tuple:
-    """Return the sizes or axes of ``[..., in, *out]`` in the order ``[..., *out, in]``. depth: index of ``in``."""
-    return (*sizes[:depth], *sizes[depth + 1 :], sizes[depth])
-
-
 def depth_from_end(array: Array, fused: bool) -> Array:
     """Return a matrix ``[..., out, in]`` as ``[..., in, out]``; fused: ``[..., 2, out, in]`` as ``[..., in, 2, out]``."""
     return jnp.moveaxis(array, -1, -3 if fused else -2)
@@ -128,19 +123,16 @@ def blocks(size: int) -> int:
 
 @dataclass(frozen=True)
 class Declaration:
-    """Factory of one model's parameters, with their weight format, platform and number of stacked layers.
-
-    stack: length of the leading ``layers`` axis of each parameter; None: no such axis. num_physical: physical experts of a layer.
-    materialise: whether to declare the products of a materialised MLA form, which are derived from other parameters.
-    derived_dtype: dtype of derived parameters; None: ``plain_dtype``. FP8 weights times their scales do not fit bfloat16, so
-        a model that computes in float32 keeps derived parameters in float32.
-    """
+    """Factory of one model's parameters, with their weight format, platform and number of stacked layers."""
 
     weights: Weights
     platform: str
-    stack: int | None = None
-    num_physical: int = 0
+    stack: int | None = None  # length of the leading ``layers`` axis of each parameter; None: no such axis
+    num_physical: int = 0  # physical experts of a layer
+    # whether to declare the products of a materialised MLA form, which are derived from other parameters
     materialise: bool = False
+    # dtype of derived parameters; None: ``plain_dtype``. FP8 weights times their scales do not fit bfloat16, so a model that computes in
+    # float32 keeps derived parameters in float32
     derived_dtype: np.dtype | None = None
 
     def stacked(self, depth: int) -> Declaration:
@@ -209,7 +201,9 @@ class Matrix(nnx.Module):
         dtype = WEIGHT_DTYPES["fp8"] if fp8 else None
         rows = len(shape) - (3 if axes[-2] == "stack" else 2)
         depth_last = fp8 and declare.platform in DEPTH_LAST and not by_head
-        as_stored = [depth_to_end(each, rows) for each in (shape, axes)] if depth_last else (shape, axes)
+        as_stored = shape, axes
+        if depth_last:  # ``[..., in, *out]`` is stored as ``[..., *out, in]``
+            as_stored = [(*each[:rows], *each[rows + 1 :], each[rows]) for each in as_stored]
         self.weight = declare.parameter(*as_stored, dtype=dtype, quantised=fp8, depth_last=depth_last)
         if fp8:
             scale_shape = tuple(
@@ -262,14 +256,12 @@ def value_of(parameter: nnx.Param) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class ParameterTable:
-    """A model's structure and the flat table of its parameters.
-
-    paths: of all parameters, in the order of ``tree``. Parameters that are not in ``infos`` are on other devices and have no value here.
-    """
+    """A model's structure and the flat table of its parameters."""
 
     graph: nnx.GraphDef
     tree: jax.tree_util.PyTreeDef
     infos: Mapping[str, ParameterInfo]
+    # of all parameters, in the order of ``tree``. Parameters that are not in ``infos`` are on other devices and have no value here
     paths: tuple[str, ...]
 
     @classmethod

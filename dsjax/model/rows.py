@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -38,18 +38,15 @@ class GroupShape:
 @jax.tree_util.register_dataclass
 @dataclass
 class RowGroup:
-    """A row group's part of a step: ``length`` tokens of each row from position ``start`` on; ``length`` 0 is padding.
-
-    tables: the pages of each row's context, followed by its ring of window pages.
-    prompt_length: position at which each row's output begins: tokens before it use the prefill MLA form, the others the decode form.
-        None: all tokens use ``shape.form``.
-    """
+    """A row group's part of a step: ``length`` tokens of each row from position ``start`` on; ``length`` 0 is padding."""
 
     tokens: Int[Array, "B R C"]
     start: Int[Array, "B R"]
     length: Int[Array, "B R"]
-    tables: Int[Array, "B R Pt"]
+    tables: Int[Array, "B R Pt"]  # the pages of each row's context, followed by its ring of window pages
     shape: GroupShape = field(metadata={"static": True})
+    # position at which each row's output begins: tokens before it use the prefill MLA form, the others the decode form. None: all tokens
+    # use ``shape.form``
     prompt_length: Int[Array, "B R"] | None = None
 
     @classmethod
@@ -80,20 +77,17 @@ class RowGroup:
 
     def slots(self, page_size: int) -> Int[Array, "B R C"]:
         """Cache slot of each token on its rank, −1 for padding."""
-        # Positions are never negative, so division and remainder need not handle signs.
-        positions = self.positions
-        index, offset = jax.lax.div(positions, page_size), jax.lax.rem(positions, page_size)
-        page = jnp.take_along_axis(
-            self.tables, jnp.minimum(index, self.shape.pages - 1), axis=2, mode="promise_in_bounds"
-        )
-        return jnp.where(self.active, page * page_size + offset, -1)
+        return self._slots(page_size, lambda index: jnp.minimum(index, self.shape.pages - 1))
 
     def window_slots(self, page_size: int) -> Int[Array, "B R C"]:
         """Slot of each token among the window pages of its rank, −1 for padding."""
+        return self._slots(page_size, lambda index: self.shape.pages + jax.lax.rem(index, self.shape.windows))
+
+    def _slots(self, page_size: int, column: Callable[[Array], Array]) -> Int[Array, "B R C"]:
+        # Positions are never negative, so division and remainder need not handle signs.
         positions = self.positions
         index, offset = jax.lax.div(positions, page_size), jax.lax.rem(positions, page_size)
-        column = self.shape.pages + jax.lax.rem(index, self.shape.windows)
-        page = jnp.take_along_axis(self.tables, column, axis=2, mode="promise_in_bounds")
+        page = jnp.take_along_axis(self.tables, column(index), axis=2, mode="promise_in_bounds")
         return jnp.where(self.active, page * page_size + offset, -1)
 
 

@@ -21,21 +21,20 @@ if TYPE_CHECKING:  # imports JAX, which the planner does without
 
 @dataclass(frozen=True)
 class Stage:
-    """One of ``count`` stages: ``layers`` layers from ``first`` on, of the model's ``model_layers``."""
+    """One of ``count`` stages: ``layers`` layers from ``first`` on."""
 
     number: int
     count: int
     first: int
     layers: int
-    model_layers: int
 
     @property
-    def begins(self) -> bool:
+    def is_first(self) -> bool:
         """Whether tokens enter at this stage (the first)."""
         return self.number == 0
 
     @property
-    def ends(self) -> bool:
+    def is_last(self) -> bool:
         """Whether this stage produces tokens (the last)."""
         return self.number == self.count - 1
 
@@ -45,24 +44,19 @@ class Stage:
     def config(self, whole: ModelConfig) -> ModelConfig:
         """Return the configuration of a model with only this stage's layers; the last stage has the MTP modules."""
         dense = self.layers - len(self._moe_rows(whole))
-        modules = whole.num_nextn_predict_layers if self.ends else 0
+        modules = whole.num_nextn_predict_layers if self.is_last else 0
         routed = whole.n_routed_experts if dense < self.layers or modules else 0
         return dataclasses.replace(
-            whole,
-            num_hidden_layers=self.layers,
+            whole.part(self.first, self.layers),
             first_k_dense_replace=dense,
             num_nextn_predict_layers=modules,
             n_routed_experts=routed,
             n_shared_experts=whole.n_shared_experts if routed else 0,
-            v4=whole.v4 and whole.v4.part(self.first, self.layers),
         )
 
     def in_whole(self, whole: ModelConfig) -> ModelConfig:
-        """Return the whole model's configuration. DeepSeek-V4's stacks are split at this stage's borders and so have the stage's names."""
-        borders = self.first, self.first + self.layers
-        return (
-            whole if whole.v4 is None else dataclasses.replace(whole, v4=dataclasses.replace(whole.v4, borders=borders))
-        )
+        """Return the whole model's configuration, with stacks split at this stage's borders, so that they have the stage's names."""
+        return whole.split_at(self.first, self.first + self.layers)
 
     def _moe_rows(self, whole: ModelConfig) -> range:
         """Return the rows of a placement for this stage's layers: their indices among the MoE layers."""
@@ -78,7 +72,7 @@ class Stage:
     def placement(self, whole: LayerPlacements, config: ModelConfig) -> LayerPlacements:
         """Return the rows of a placement for this stage's layers; rows of MTP modules come last. config: of the whole model."""
         own, rows = self._moe_rows(config), whole.physical_to_logical
-        return dataclasses.replace(whole, physical_to_logical=rows[own.start : None if self.ends else own.stop])
+        return dataclasses.replace(whole, physical_to_logical=rows[own.start : None if self.is_last else own.stop])
 
     def window(self, whole: ModelConfig) -> ParameterWindow:
         """Return the window on this stage's layers of ``in_whole``'s parameters; parameters outside layer stacks are whole."""
@@ -105,7 +99,7 @@ def stages_of(config: ModelConfig, count: int, *, given: str | None = None, mtp:
         raise UserError(f"pp={count} has more stages than the model has layers ({layers}); lower pp")
     numbers = _balance(config, count, mtp) if given is None else _parse_partition(given, count, layers)
     firsts = [sum(numbers[:number]) for number in range(count)]
-    return [Stage(number, count, first, numbers[number], layers) for number, first in enumerate(firsts)]
+    return [Stage(number, count, first, numbers[number]) for number, first in enumerate(firsts)]
 
 
 def _parse_partition(given: str, count: int, layers: int) -> Sequence[int]:

@@ -70,7 +70,7 @@ class ModelStep(StepDescription):
                 reports += [[report]] * bool(report)
                 layer, row = layer + run.layers, rows.stop
             reports = by_layer(reports) or {}
-            return (self.passed_on(model, x) if self.ends else self.sharding.whole(x)), cache, reports
+            return (self.passed_on(model, x) if self.is_last_stage else self.sharding.whole(x)), cache, reports
 
     def passed_on(self, owner: Transformer | MTP, x: Float[Array, "B T *n D"]) -> Float[Array, "B T *n D"]:
         """Apply the final norm after the last layer of the model or of an MTP module, unless the model has several streams."""
@@ -78,8 +78,8 @@ class ModelStep(StepDescription):
 
     def final(self, owner: Transformer | MTP, x: Float[Array, "B T *n D"]) -> Float[Array, "B T D"]:
         """Return the LM head's input from the last layer's output of the model or of an MTP module."""
-        left = self.sharding.whole(self.in_place.residual(owner.residual).leave(x))
-        return self.sharding.whole(self.in_place.normalise(owner.final_norm, left))
+        left = self.sharding.whole(self.products.residual(owner.residual).leave(x))
+        return self.sharding.whole(self.products.normalise(owner.final_norm, left))
 
     def logits(
         self, params: Mapping[str, Array], hidden: Float[Array, "B J *n D"], *, module: bool = False
@@ -91,15 +91,15 @@ class ModelStep(StepDescription):
             if self.config.streams:
                 hidden = self.final(first_module(model.mtp) if module else model, hidden)
             placed = self.logits_spec(hidden.shape[1])
-            by_data = placed[1] is not None
-            if by_data:
+            tokens_split = placed[1] is not None
+            if tokens_split:
                 hidden = self.sharding.split(self.sharding.whole(hidden))
-            logits = self.in_place.project(model, hidden, self.dtype, by_data=by_data)
+            logits = self.products.project(model, hidden, self.dtype, tokens_split=tokens_split)
             return self.sharding.constrain(logits, *placed)
 
     def without_padding(self, x: Float[Array, "B T *n D"], tokens: Tokens) -> Float[Array, "B T *n D"]:
         """Set padding in ``x`` to zero if products are native. Zero rows stay zero, and native kernels skip them."""
-        return jnp.where(jnp.expand_dims(tokens.active, range(2, x.ndim)), x, 0) if self.in_place.native else x
+        return jnp.where(jnp.expand_dims(tokens.active, range(2, x.ndim)), x, 0) if self.products.native else x
 
     def embed(self, model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Return rows of the embedding table, which is on the devices or in host memory."""
@@ -115,19 +115,19 @@ class ModelStep(StepDescription):
         """Run a run of layers. first: number of its first layer in the cache. copies: of its layers with experts."""
         shapes = [group.shape for group in tokens.groups]
         if copies is not None and self.apart is not None:
-            stacks, most = [kind.stack for kind in run.kinds], self.micro_batches(shapes)
+            stacks, most = [kind.stack for kind in run.kinds], self.num_micro_batches(shapes)
             return run_apart(self, stacks, params, x, cache, first, tokens, copies, most)
-        split = [self.split(getattr(model, kind.stack), tokens) for kind in run.kinds]
+        split = [self.split_stack(getattr(model, kind.stack), tokens) for kind in run.kinds]
         if copies is not None:  # separate those of each kind with experts
             kinds = sum(kind.routed for kind in run.kinds)
             copies = jax.tree.map(
                 lambda array: rearrange(array, "(count kind) ... -> count kind ...", kind=kinds), copies
             )
-            if self.in_halves(shapes):
+            if self.runs_in_halves(shapes):
                 merges = [partial(nnx.merge, graph, whole) for graph, whole, _ in split]
                 weights = [own for *_, own in split]
                 return run_in_halves(self, merges, weights, x, cache, jnp.int32(first), tokens, copies)
-        if self.rank_by_rank:
+        if self.runs_rank_by_rank:
             return self._rank_by_rank(split, run.count, x, cache, jnp.int32(first), tokens, copies)
 
         def body(carry, xs):
@@ -156,7 +156,7 @@ class ModelStep(StepDescription):
     def run_first(self, stack: DecoderLayer, x, cache, layer, tokens: Tokens, copies: CopyTables | None):
         """Run the first layer of a stack rank by rank. Arrays of reports and copies have a leading axis of 1."""
         copies = jax.tree.map(lambda array: array[:, None], copies)
-        return self._rank_by_rank([self.split(stack, tokens)], 1, x, cache, layer, tokens, copies)
+        return self._rank_by_rank([self.split_stack(stack, tokens)], 1, x, cache, layer, tokens, copies)
 
     def _rank_by_rank(self, split, count: int, x, cache, first, tokens: Tokens, copies: CopyTables | None):
         """Run a run of layers in one ``on_ranks`` region. A layer's arrays are sliced in the branches that read them."""
@@ -187,13 +187,13 @@ class ModelStep(StepDescription):
         out_specs = by_rank, of_cache, P(None, self.spec.token_axes)
         return on_ranks(run, self.mesh, in_specs, out_specs)(wholes, weights, x, cache, first, tokens, copies)
 
-    def run_layer(self, of: Layer, x: Float[Array, "B T *n D"], cache: Cache):
+    def run_layer(self, layer: Layer, x: Float[Array, "B T *n D"], cache: Cache):
         """Run all parts of a decoder layer in sequence. Return the tokens, the cache, and the dispatch report."""
         parts = self.parts
-        x, cache = parts.attend(of, x, cache)
-        if hasattr(of.block, "mlp"):
-            return parts.multiply_dense(of, x), cache, {}
-        x, report = parts.receive(of, parts.compute(of, parts.send(of, x)))
+        x, cache = parts.attend(layer, x, cache)
+        if hasattr(layer.block, "mlp"):
+            return parts.multiply_dense(layer, x), cache, {}
+        x, report = parts.receive(layer, parts.compute(layer, parts.send(layer, x)))
         return x, cache, report
 
 

@@ -38,11 +38,11 @@ class TokenSharding:
         return constrain(array, self.mesh, P(*axes))
 
     def if_any(self, active: Bool[Array, "*n"], compute: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
-        """Call ``sharding.on_ranks.if_any``."""
+        """Return ``compute()``, or ``otherwise()`` for a ``OneRank`` mesh without active tokens (``sharding.on_ranks.if_any``)."""
         return if_any(self.mesh, active, compute, otherwise)
 
-    def on_each_rank(self, choose: Callable, *, by_data: bool = False) -> Callable:
-        """Return ``choose(whole, logits, tokens)``, mapped over the DP ranks' tokens. whole: replicated values. by_data: tokens are
+    def on_each_rank(self, choose: Callable, *, tokens_split: bool = False) -> Callable:
+        """Return ``choose(whole, logits, tokens)``, mapped over the DP ranks' tokens. whole: replicated values. tokens_split: tokens are
         split over ``tp``."""
-        tokens = P(self.spec.batch_axes, self.spec.head_axes if by_data else None)
+        tokens = P(self.spec.batch_axes, self.spec.head_axes if tokens_split else None)
         return on_ranks(choose, self.mesh, (P(), tokens, tokens), tokens)

@@ -305,6 +305,11 @@ class Output(NamedTuple):
     passed: Float[Array, "B S *n D"]
 
 
+def attention_of(declare: Declaration, config: ModelConfig, attention: str) -> MLA | CompressedAttention:
+    """Return the attention module of a layer. attention: see ``LayerKind``."""
+    return MLA(declare, config) if attention == "mla" else CompressedAttention(declare, config, attention)
+
+
 class DecoderLayer(nnx.Module):
     """Attention, then an MLP or experts. Each reads the normalised stream and adds its output to the stream (``residual.py``).
 
@@ -315,9 +320,7 @@ class DecoderLayer(nnx.Module):
         D, residual = config.hidden_size, RESIDUALS[config.residual]
         self.attn_residual, self.mlp_residual = residual(declare, config), residual(declare, config)
         self.attn_norm = RMSNorm(declare, D, config.rms_norm_eps)
-        self.attn = (
-            MLA(declare, config) if kind.attention == "mla" else CompressedAttention(declare, config, kind.attention)
-        )
+        self.attn = attention_of(declare, config, kind.attention)
         self.mlp_norm = RMSNorm(declare, D, config.rms_norm_eps)
         if kind.routed:
             self.moe = MoE(declare, config, hashed=kind.mlp == "hash")

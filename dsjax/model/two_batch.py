@@ -87,17 +87,19 @@ def run_in_halves(
 
     def before(layers: Sequence[tuple[Layer, Layer]]) -> list[Layer]:
         """Return the previous layer with only its numbers correct, which suffices because its experts are in the stack."""
-        return [replace(of, index=of.index - 1, cache_layer=of.cache_layer - len(layers)) for of in layers[-1]]
+        return [
+            replace(layer, index=layer.index - 1, cache_layer=layer.cache_layer - len(layers)) for layer in layers[-1]
+        ]
 
     def nothing(half: int, x: Array, part: Callable[[Layer, Array], Computed]) -> Computed:
         """Return zeros in the shape of ``part``'s result, for the layer before the first. They add nothing to ``x``."""
         slices, own_copies = jax.tree.map(lambda array: array[0], (tuple(weights), copies))
-        of = layers_of(slices, own_copies, jnp.int32(0))[0][half]
-        described = jax.eval_shape(lambda x: part(of, x), x)
+        layer = layers_of(slices, own_copies, jnp.int32(0))[0][half]
+        described = jax.eval_shape(lambda x: part(layer, x), x)
         blank = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), described)
         over_ranks = NamedSharding(step.mesh, P(step.spec.token_axes))
         transit = jax.tree.map(lambda one: jax.lax.with_sharding_constraint(one, over_ranks), blank.transit)
-        return replace(blank, x=x, mix=of.block.mlp_residual.unmixed(blank.mix), transit=transit)
+        return replace(blank, x=x, mix=layer.block.mlp_residual.unmixed(blank.mix), transit=transit)
 
     def turn(carry, xs):
         returned_a, computed_b, cache, index = carry
@@ -128,11 +130,11 @@ def run_in_halves(
             before_a, before_b = a, b
         return (returned_a, computed_b, cache, index + 1), counts
 
-    def computed(of: Layer, x: Array) -> Computed:
-        return parts.compute(of, parts.send(of, x))
+    def computed(layer: Layer, x: Array) -> Computed:
+        return parts.compute(layer, parts.send(layer, x))
 
-    def returned(of: Layer, x: Array) -> Computed:
-        return in_turn(parts.combine_stages(of, x), computed(of, x))
+    def returned(layer: Layer, x: Array) -> Computed:
+        return in_turn(parts.combine_stages(layer, x), computed(layer, x))
 
     carry = nothing(0, x_a, returned), nothing(1, x_b, computed), cache, jnp.int32(0)
     (returned_a, computed_b, cache, index), counts = jax.lax.scan(turn, carry, (tuple(weights), copies))
@@ -146,7 +148,7 @@ def run_in_halves(
 
 def _further_rounds(dispatch: ExpertDispatch, halves: Sequence[tuple[Layer, Computed]]) -> list[Computed]:
     """Run the further rounds of both halves together, so that ``add`` has none left to run."""
-    exchanges = [dispatch.exchange(of, computed.x) for of, computed in halves]
+    exchanges = [dispatch.exchange(layer, computed.x) for layer, computed in halves]
     with jax.named_scope("experts"):
         transits = further_together(
             [
@@ -175,37 +177,37 @@ def _beside(ways: Sequence[Callable[[Any], Any]], travels: Any, works: tuple[Wor
     return travels, value, cache
 
 
-def _attention(parts: LayerParts, of: Layer, *, heads_first: bool) -> tuple[Work, Work]:
+def _attention(parts: LayerParts, layer: Layer, *, heads_first: bool) -> tuple[Work, Work]:
     """Return attention and routing of a half as two works. heads_first: compute attention's heads in the first work, not the second."""
 
     def attend(projected: Projected, cache: Cache) -> tuple[tuple[Array, Any, list[Array]], Cache]:
-        return (projected.x, projected.mix, parts.heads(of, projected.projections, cache)), cache
+        return (projected.x, projected.mix, parts.heads(layer, projected.projections, cache)), cache
 
     def route(attended: tuple[Array, Any, list[Array]], cache: Cache) -> tuple[Sent, Cache]:
-        return parts.route(of, parts.add_heads(of, *attended)), cache
+        return parts.route(layer, parts.add_heads(layer, *attended)), cache
 
-    project = partial(parts.project, of)
+    project = partial(parts.project, layer)
     if heads_first:
         return lambda x, cache: attend(*project(x, cache)), route
     return project, lambda projected, cache: route(*attend(projected, cache))
 
 
-def _experts(parts: LayerParts, of: Layer, *, shared_first: bool) -> tuple[Work, Work]:
+def _experts(parts: LayerParts, layer: Layer, *, shared_first: bool) -> tuple[Work, Work]:
     """Return the routed and the shared experts of a half as two works."""
 
     def share(sent: Sent, cache: Cache) -> tuple[tuple[Sent, Array | None], Cache]:
-        return (sent, parts.share(of, sent.normed)), cache
+        return (sent, parts.share(layer, sent.normed)), cache
 
     def behind_shared(value: tuple[Sent, Array | None], cache: Cache) -> tuple[Computed, Cache]:
         sent, shared = value
-        return replace(parts.compute_routed(of, sent), shared=shared), cache
+        return replace(parts.compute_routed(layer, sent), shared=shared), cache
 
     def compute(sent: Sent, cache: Cache) -> tuple[tuple[Array, Computed], Cache]:
-        return (sent.normed, parts.compute_routed(of, sent)), cache
+        return (sent.normed, parts.compute_routed(layer, sent)), cache
 
     def behind_routed(value: tuple[Array, Computed], cache: Cache) -> tuple[Computed, Cache]:
         normed, computed = value
-        return replace(computed, shared=parts.share(of, normed)), cache
+        return replace(computed, shared=parts.share(layer, normed)), cache
 
     return (share, behind_shared) if shared_first else (compute, behind_routed)
 

@@ -14,13 +14,11 @@ Region = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class ParameterWindow:
-    """A range of layers for each stack, and a range of physical experts for each layer. The default is everything.
+    """A range of layers for each stack, and a range of physical experts for each layer. The default is everything."""
 
-    layers: stack (``moe_layers``, the first component of a parameter's path) → layers held; a stack that is not listed is held whole.
-    experts: the physical experts held; None: all. Parameters without an expert axis are held whole.
-    """
-
+    # stack (``moe_layers``, the first component of a parameter's path) → layers held; a stack that is not listed is held whole
     layers: Mapping[str, range] = field(default_factory=dict)
+    # the physical experts held; None: all. Parameters without an expert axis are held whole
     experts: range | None = None
 
     def of(self, parameters: Mapping[str, ParameterInfo]) -> dict[str, ParameterInfo]:

@@ -53,8 +53,8 @@ class ApartStep(StepModel):
 
     def routed(self, tokens: float, decode: bool, busy: float, halved: bool) -> dict[str, float]:
         """Return the seconds of the experts' products in one layer, for the tokens of all attention devices."""
-        each = tokens * self.layout.mesh.dp_size / self.layout.experts
-        return {"experts": self.expert_side.routed(each, decode, busy, False)["experts"]}
+        rows_per_device = tokens * self.layout.mesh.dp_size / self.layout.experts
+        return {"experts": self.expert_side.routed(rows_per_device, decode, busy, False)["experts"]}
 
     def layers(self, work: LayersWork) -> dict[str, float]:
         """Price dense layers as a whole, and MoE layers as micro-batches in turn."""
@@ -67,8 +67,10 @@ class ApartStep(StepModel):
     def _in_turn(self, work: LayersWork) -> float:
         """Return the seconds of the MoE layers. work: of one micro-batch."""
         parts = {name: seconds / work.layers for name, seconds in self.parts(work).items()}
-        shared, experts = parts.pop("shared experts", 0.0), parts.pop("experts")
-        exchange, combine = self._exchange(work.tokens, work.busy), self._combine(work.tokens)
+        shared = parts.pop("shared experts", 0.0)
+        experts = parts.pop("experts")
+        exchange = self._exchange(work.tokens, work.busy)
+        combine = self._combine(work.tokens)
         times = LayerTimes(sum(parts.values()), shared, combine, experts, exchange)
         return _layers_seconds(times, self.micro_batches if work.layers > 1 else 1, work.layers)
 
@@ -84,12 +86,14 @@ class ApartStep(StepModel):
 
     def _exchange(self, tokens: float, busy: float) -> AfdExchange:
         """Price one exchange of a layer for `tokens` tokens of a DP rank."""
-        config, mesh, receivers, side = self.config, self.layout.mesh, self.layout.experts, self.expert_side
-        top_k, sides = config.num_experts_per_tok, (self.cluster, self.cluster, mesh.num_devices, receivers)
+        config, mesh, receivers = self.config, self.layout.mesh, self.layout.experts
+        top_k = config.num_experts_per_tok
+        sides = (self.cluster, self.cluster, mesh.num_devices, receivers)
         sizes = config.hidden_size * self.options.precision.wire + 6 * top_k + 4, config.hidden_size * BF16
         rows = tokens / mesh.tp_size
         arriving = rows * mesh.num_devices * busy * top_k / receivers
-        needed, capacity = rows * (1 - (1 - 1 / receivers) ** top_k) * side.slowest(arriving), self._capacity(rows)
+        needed = rows * (1 - (1 - 1 / receivers) ** top_k) * self.expert_side.slowest(arriving)
+        capacity = self._capacity(rows)
         exchange = afd_exchange(*sides, capacity, needed, sizes)
         more_rounds = math.ceil(needed / capacity) - 1 if capacity < rows else 0
         if more_rounds <= 0:

@@ -61,7 +61,7 @@ def question(
         UserError: an unknown cluster, model or engine, or incompatible values.
     """
     found = find_engine(engine)
-    lengths = (one if isinstance(one, Lengths) else Lengths(one) for one in (input_tokens, output_tokens))
+    lengths = (tokens if isinstance(tokens, Lengths) else Lengths(tokens) for tokens in (input_tokens, output_tokens))
     return Question(
         model if isinstance(model, ModelConfig) else load_config(model),
         cluster if isinstance(cluster, Cluster) else load_cluster(cluster),

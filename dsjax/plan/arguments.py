@@ -75,14 +75,14 @@ class LayoutArgs(Checked):
     def __post_init__(self):
         super().__post_init__()
         fields = {field.name: field for field in dataclasses.fields(self)}
-        given = [field for name, field in fields.items() if getattr(self, name) != field.default]
-        for field in given:
+        given_fields = [field for name, field in fields.items() if getattr(self, name) != field.default]
+        for field in given_fields:
             for name, values in field.metadata.get("needs", {}).items():
                 value = getattr(self, name)
                 if value not in values if values else not value:
                     needed = f"{flag_of(fields[name])} {' or '.join(values)}".rstrip()
                     raise UserError(f"{flag_of(field)} needs {needed}; give that too, or leave {flag_of(field)} out")
-            for other in (other for other in given if other.name in field.metadata.get("excludes", ())):
+            for other in (other for other in given_fields if other.name in field.metadata.get("excludes", ())):
                 raise UserError(f"{flag_of(field)} and {flag_of(other)} exclude each other; leave one of them out")
 
     def question(self) -> Question:
@@ -94,7 +94,8 @@ class LayoutArgs(Checked):
         a = SimpleNamespace(**_DEFAULTS | vars(self))
         config = load_config(a.model)
         measured = read_measured(a.measured, config) if a.measured else None
-        cluster, workload = _cluster(a, find_cluster(a.cluster, measured)), _workload(a)
+        cluster = _cluster(a, find_cluster(a.cluster, measured))
+        workload = _workload(a)
         objective = Objective(a.ttft_ms and a.ttft_ms / 1e3, a.tpot_ms and a.tpot_ms / 1e3, a.throughput)
         return Question(config, cluster, workload, objective, PlanOptions(**_options(a, config, measured)))
 
@@ -242,16 +243,16 @@ _DEFAULTS = {
 }
 
 
-def _cluster(a: SimpleNamespace, found: Cluster) -> Cluster:
-    refuse("cluster", o=a, cluster=found)
+def _cluster(a: SimpleNamespace, cluster: Cluster) -> Cluster:
+    refuse("cluster", o=a, cluster=cluster)
     if a.price_per_hour is not None:
-        chip = dataclasses.replace(found.hardware, price_per_hour=a.price_per_hour)
-        found = dataclasses.replace(found, hardware=chip)
+        chip = dataclasses.replace(cluster.hardware, price_per_hour=a.price_per_hour)
+        cluster = dataclasses.replace(cluster, hardware=chip)
     if a.network is not None:
         network = read_network(a.network)
-        refuse("network", device=network.device, hardware=found.hardware, cluster=found.name)
-        found = dataclasses.replace(found, measured=network)
-    return found.resized(a.hosts) if a.hosts else found
+        refuse("network", device=network.device, hardware=cluster.hardware, cluster=cluster.name)
+        cluster = dataclasses.replace(cluster, measured=network)
+    return cluster.resized(a.hosts) if a.hosts else cluster
 
 
 def _workload(a: SimpleNamespace) -> Workload:

@@ -51,10 +51,10 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class Blind:
-    """A prediction committed before its measurement was read. round: predictions committed together; run: what was measured at once."""
+    """A prediction committed before its measurement was read."""
 
-    round: str
-    run: str
+    round: str  # predictions committed together
+    run: str  # what was measured at once
     kind: str
     distance: str
     predicted: float
@@ -68,14 +68,14 @@ class Blind:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Quantiles of measured ÷ predicted over `count` predictions. of: which predictions these are. errors: logarithms, for ratios."""
+    """Quantiles of measured ÷ predicted over `count` predictions."""
 
     low: float
     median: float
     high: float
     count: int
-    of: str
-    errors: Sequence[float] = ()
+    of: str  # which predictions these are
+    errors: Sequence[float] = ()  # logarithms, for ratios
 
     def interval(self, predicted: float) -> Figure:
         """Return the corrected prediction with its interval."""
@@ -112,9 +112,9 @@ def calibrate_ratio(blind: Sequence[Blind], kind: str, distance: str | None) -> 
     """Calibrate ratios of two runs of one round, engine and distance, whose common error cancels. If this distance has too few runs, use
     all distances except `ALONE`. Runs of one engine and source begin with the same letters."""
     blind = [b for b in blind if b.kind == kind]
-    own = [b for b in blind if b.distance == distance]
+    same_distance = [b for b in blind if b.distance == distance]
     alike: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    for b in own if len(own) >= LEAST else [b for b in blind if b.distance not in ALONE]:
+    for b in same_distance if len(same_distance) >= LEAST else [b for b in blind if b.distance not in ALONE]:
         alike[b.round, b.run.rstrip("0123456789"), b.distance].append(b.error)
     pairs = [a - b for group in alike.values() for a, b in itertools.permutations(group, 2)]
     low, _, high = (math.exp(error) for error in _quantiles(pairs))
@@ -152,15 +152,16 @@ def ratio_calibration(kind: str, distance: str | None) -> Calibration:
 
 def unseen(candidate: Candidate) -> list[str]:
     """Return, in words, the properties of a deployment that no blind prediction had."""
-    decode, work, options = candidate.decode, candidate.decode.workload, candidate.decode.options
-    config, usual = decode.config, load_config("deepseek-v3")
+    decode = candidate.decode
+    work, options, config = decode.workload, decode.options, decode.config
+    usual = load_config("deepseek-v3")
     sides = [instance for instance, _ in candidate.sides]
     chips = [instance.cluster.hardware for instance, _ in candidate.sides]
-    others = {chip.name for chip in chips if not (chip.same_die or chip.is_blackwell)}
-    found = {
+    other_chips = {chip.name for chip in chips if not (chip.same_die or chip.is_blackwell)}
+    situations = {
         "a model of other sizes than DeepSeek-V3's": any(getattr(config, n) != getattr(usual, n) for n in _SIZES),
         "dsjax on a GPU or TPU": options.engine.name == "dsjax",
-        " and ".join(sorted(others)): bool(others),
+        " and ".join(sorted(other_chips)): bool(other_chips),
         "modules of your own measurement": options.measured is not None,
         f"weights in {options.precision.name}": options.precision.name in ("bf16", "int8"),
         f"prompts of {work.input.mean:,.0f} tokens": not _PROMPTS[0] <= work.input.mean <= _PROMPTS[1],
@@ -170,7 +171,7 @@ def unseen(candidate: Candidate) -> list[str]:
         "attention and experts apart": any(s.layout.experts for s in sides),
         "two half batches that overlap": not decode.layout.experts and decode.overlapped(candidate.batch),
     }
-    return [what for what, given in found.items() if given]
+    return [situation for situation, applies in situations.items() if applies]
 
 
 def distance_of(candidate: Candidate) -> str:
@@ -183,11 +184,11 @@ def distance_of(candidate: Candidate) -> str:
     return WIDE if wide else HOST
 
 
-def ends(known: Calibration, predicted: float) -> dict[str, Any]:
+def ends(calibration: Calibration, predicted: float) -> dict[str, Any]:
     """Return stable fields: the corrected prediction, its correction factor, the 90 % interval, and the predictions behind it."""
-    figure = known.interval(predicted)
-    corrected = {"corrected": float(figure), "correction": known.median}
-    return {**corrected, "low": figure.low, "high": figure.high, "by": known.of, "predictions": known.count}
+    figure = calibration.interval(predicted)
+    corrected = {"corrected": float(figure), "correction": calibration.median}
+    return {**corrected, "low": figure.low, "high": figure.high, "by": calibration.of, "predictions": calibration.count}
 
 
 def calibrated(candidate: Candidate) -> dict[str, Any]:
@@ -198,5 +199,5 @@ def calibrated(candidate: Candidate) -> dict[str, Any]:
     """
     distance = distance_of(candidate)
     figures = (("output_tokens_per_s", RATE, candidate.throughput), ("tpot_s", TPOT, candidate.tpot))
-    found = {name: ends(calibration(kind, distance), figure) for name, kind, figure in figures}
-    return {"level": LEVEL, "distance": distance, "unseen": unseen(candidate), **found}
+    intervals = {name: ends(calibration(kind, distance), figure) for name, kind, figure in figures}
+    return {"level": LEVEL, "distance": distance, "unseen": unseen(candidate), **intervals}

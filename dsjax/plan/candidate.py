@@ -14,6 +14,7 @@ from dsjax.plan.figure import DRAWS, as_json, assumption, samples, spread, throu
 from dsjax.plan.instance import Instance
 from dsjax.plan.memory import cache_bytes_per_token, window_page_bytes
 from dsjax.plan.network import cache_transfer, exposed_transfer
+from dsjax.plan.operator_tables import cached_in
 from dsjax.plan.prompts import own_load, own_step, prompts_beside_decodes
 from dsjax.plan.workload import Objective
 
@@ -32,10 +33,7 @@ MAX_UTILISATION = 0.85
 
 @dataclass(frozen=True)
 class Candidate:
-    """A deployment: `count` instances that decode (aggregated ones also prefill), and `prefill_count` that prefill.
-
-    ttft, tpot: mean seconds. draws: throughput, TPOT and TTFT in each draw, if it has intervals.
-    """
+    """A deployment: `count` instances that decode (aggregated ones also prefill), and `prefill_count` that prefill."""
 
     mode: str
     decode: Instance
@@ -44,16 +42,17 @@ class Candidate:
     prefill: Instance
     prefill_count: int
     prefill_tokens: float
-    ttft: float
-    tpot: float
+    ttft: float  # mean seconds
+    tpot: float  # mean seconds
     throughput: float  # output tokens per second of the deployment
+    # throughput, TPOT and TTFT in each draw, if it has intervals
     draws: Float64[np.ndarray, "D 3"] | None = field(default=None, compare=False, repr=False)
 
     @property
     def sides(self) -> list[tuple[Instance, int]]:
         """(instance, number of them): decode instances, then prefill instances if they are separate."""
-        apart = [(self.prefill, self.prefill_count)] if self.mode == "separated" else []
-        return [(self.decode, self.count), *apart]
+        decode = (self.decode, self.count)
+        return [decode, (self.prefill, self.prefill_count)] if self.mode == "separated" else [decode]
 
     @cached_property
     def devices(self) -> int:
@@ -61,10 +60,10 @@ class Candidate:
         return sum(instance.layout.devices * count for instance, count in self.sides)
 
     @property
-    def row(self) -> tuple:
-        """Key of its row in a table: mode, both layouts, and the ratio of prefill to decode instances."""
-        most = math.gcd(self.prefill_count, self.count)
-        ratio = (self.prefill_count // most, self.count // most) if self.mode == "separated" else ()
+    def key(self) -> tuple:
+        """Key of the candidate's row in a table: mode, both layouts, and the ratio of prefill to decode instances."""
+        divisor = math.gcd(self.prefill_count, self.count)
+        ratio = (self.prefill_count // divisor, self.count // divisor) if self.mode == "separated" else ()
         return (self.mode, self.decode.layout, self.prefill.layout, ratio)
 
     @property
@@ -99,21 +98,27 @@ class Candidate:
 
     def misses(self, objective: Objective, sure: bool = False) -> dict[str, float]:
         """Missed objective → factor by which it is missed, above 1."""
-        missed = {}
-        if (bound := objective.ttft) is not None and (ratio := (self.ttft.high if sure else self.ttft) / bound) > 1:
-            missed["ttft"] = ratio
-        if (bound := objective.tpot) is not None and (ratio := (self.tpot.high if sure else self.tpot) / bound) > 1:
-            missed["tpot"] = ratio
-        rate = self.throughput
-        if (bound := objective.throughput) is not None and (ratio := bound / (rate.low if sure else rate)) > 1:
-            missed["throughput"] = ratio
-        return missed
+        ttft, tpot, throughput = self.ttft, self.tpot, self.throughput
+        if sure:
+            ttft, tpot, throughput = ttft.high, tpot.high, throughput.low
+        factors = {}
+        if objective.ttft is not None:
+            factors["ttft"] = ttft / objective.ttft
+        if objective.tpot is not None:
+            factors["tpot"] = tpot / objective.tpot
+        if objective.throughput is not None:
+            factors["throughput"] = objective.throughput / throughput
+        return {name: factor for name, factor in factors.items() if factor > 1}
 
     def name(self) -> str:
         """`4 × dp=8`, or `2 × dp=8 | 1 × dp=16` with prefill first."""
-        hosts = self.decode.cluster.prefill is not None
-        sides = [f"{n} × {i.layout}" + (f" {i.cluster.hardware.key}" if hosts else "") for i, n in self.sides]
-        return " | ".join(sides[::-1]) if self.mode == "separated" else f"{self.count} × {self.decode.layout}"
+        if self.mode == "aggregated":
+            return f"{self.count} × {self.decode.layout}"
+        sides = [f"{self.prefill_count} × {self.prefill.layout}", f"{self.count} × {self.decode.layout}"]
+        if self.decode.cluster.prefill is not None:  # each side has its own kind of device
+            sides[0] += f" {self.prefill.cluster.hardware.key}"
+            sides[1] += f" {self.decode.cluster.hardware.key}"
+        return " | ".join(sides)
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields; figures as `Figure.to_json`, times in seconds.
@@ -121,7 +126,8 @@ class Candidate:
         `expert_mesh` is null without AFD, `cost_per_million_output_tokens` without a price. Disaggregated deployments have `prefill`.
         `batch_per_dp_rank` counts running requests, `cache_tokens_per_dp_rank` usable slots.
         """
-        decode, layout = self.decode, self.decode.layout
+        decode = self.decode
+        layout = decode.layout
         fields: dict[str, Any] = {
             "mode": self.mode,
             "mesh": str(layout.mesh),
@@ -156,12 +162,12 @@ class Candidate:
 def frontier(candidates: list[Candidate]) -> list[Candidate]:
     """Return the Pareto front of tokens/s per device against tokens/s per user, in ascending order of tokens/s per user."""
     front: list[Candidate] = []
-    most = 0.0
+    highest = 0.0
     for candidate in sorted(candidates, key=lambda c: (-1.0 / c.tpot, -c.throughput / c.devices)):
-        each = candidate.throughput / candidate.devices
-        if each > most:
+        per_device = candidate.throughput / candidate.devices
+        if per_device > highest:
             front.append(candidate)
-            most = each
+            highest = per_device
     return front[::-1]
 
 
@@ -172,17 +178,20 @@ def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> C
     and the queue, which is M/D/1 with a load of at most 0.95. With a given concurrency a new request replaces each finished one, and no
     other request waits.
     """
-    output, work, made = instance.workload.output.mean, instance.workload, instance.options.tokens_a_step
+    work = instance.workload
+    output = work.output.mean
+    tokens_per_step = instance.options.tokens_a_step
     decode = instance.decode_step(batch)
-    others, step = prompts_beside_decodes(instance, batch, tokens)
-    tpot = decode / made + others
-    chunks, mean = max(1.0, work.computed / tokens), tpot * made
+    prompts_per_token, prompts_per_step = prompts_beside_decodes(instance, batch, tokens)
+    tpot = decode / tokens_per_step + prompts_per_token
+    chunks = max(1.0, work.computed / tokens)
+    mean_step = tpot * tokens_per_step
     if work.concurrency is None:
-        whole = step + decode
-        busy = min(own_load(instance, batch, tokens) * whole / mean, 0.95)
-        ttft = whole * chunks + whole * busy / (2 * (1 - busy)) + mean * _ADMISSION_STEPS
+        mixed_step = prompts_per_step + decode
+        busy = min(own_load(instance, batch, tokens) * mixed_step / mean_step, 0.95)
+        ttft = mixed_step * chunks + mixed_step * busy / (2 * (1 - busy)) + mean_step * _ADMISSION_STEPS
     else:
-        ttft = (own_step(instance, batch, tokens) + decode) * chunks + mean * (_ADMISSION_STEPS + 0.5)
+        ttft = (own_step(instance, batch, tokens) + decode) * chunks + mean_step * (_ADMISSION_STEPS + 0.5)
     ttft += assumption("front door")
     users = batch * instance.replicas * count
     throughput = users * output / (ttft + tpot * max(output - 1, 0))
@@ -200,13 +209,16 @@ def recompute(
 
     shared: common prices of deployments on that cluster; pass the same dict for all of them.
     """
-    cluster, shared = cluster or candidate.decode.cluster, {} if shared is None else shared
-    batch, tokens = candidate.batch if batch is None else batch, candidate.prefill_tokens
+    cluster = cluster or candidate.decode.cluster
+    shared = {} if shared is None else shared
+    batch = candidate.batch if batch is None else batch
+    tokens = candidate.prefill_tokens
     decode = candidate.decode.on(cluster, shared, concurrency)
     if candidate.mode == "aggregated":
         return aggregated(decode, candidate.count, batch, tokens)
     if cluster.prefill is not None:
-        cluster, shared = cluster.prefill, shared.setdefault("prefill", {})
+        cluster = cluster.prefill
+        shared = shared.setdefault("prefill", {})
     pool = prefill_pool(candidate.prefill.on(cluster, shared, concurrency), tokens)
     return separated(pool, candidate.prefill_count, decode, candidate.count, batch, interpolate=False)
 
@@ -219,58 +231,59 @@ def with_intervals(candidate: Candidate, draws: int = DRAWS) -> Candidate:
 def all_with_intervals(candidates: Sequence[Candidate], draws: int = DRAWS) -> list[Candidate]:
     """Add intervals to deployments of one search, which share prices in each draw."""
 
-    def compute(some: Sequence[Candidate]) -> list[float]:
+    def figures(chosen: Sequence[Candidate]) -> list[float]:
         shared: dict = {}
-        again = [recompute(candidate, shared=shared) for candidate in some]
-        return [figure for one in again for figure in (one.throughput, one.tpot, one.ttft)]
+        recomputed = [recompute(candidate, shared=shared) for candidate in chosen]
+        return [figure for c in recomputed for figure in (c.throughput, c.tpot, c.ttft)]
 
-    seen = samples(lambda: compute(candidates), draws).reshape(draws, len(candidates), 3)
-    found = []
-    for at, candidate in enumerate(candidates):
-        throughput, tpot, ttft = spread(lambda one=candidate: compute([one]), seen[:, at])
-        found.append(dataclasses.replace(candidate, ttft=ttft, tpot=tpot, throughput=throughput, draws=seen[:, at]))
-    return found
+    all_draws = samples(lambda: figures(candidates), draws).reshape(draws, len(candidates), 3)
+    results = []
+    for index, candidate in enumerate(candidates):
+        own = all_draws[:, index]
+        throughput, tpot, ttft = spread(lambda candidate=candidate: figures([candidate]), own)
+        results.append(dataclasses.replace(candidate, ttft=ttft, tpot=tpot, throughput=throughput, draws=own))
+    return results
 
 
 @dataclass(frozen=True)
 class PrefillPool:
-    """A prefill instance with steps of at most `tokens` tokens a DP rank. known: results of `seconds_at`, which the search repeats."""
+    """A prefill instance with steps of at most `tokens` tokens a DP rank."""
 
     instance: Instance
     tokens: float
     rate: float  # requests per second with full steps
     seconds: float  # of a prompt in full steps
     alone: float  # of a prompt with no other on its rank
-    known: dict[float, float] = field(default_factory=dict, compare=False, repr=False)
+    _cache: dict = field(default_factory=dict, compare=False, repr=False)  # results of `seconds_at`
 
+    @cached_in("_cache")
     def seconds_at(self, rate: float) -> float:
         """Return the seconds of a prompt at `rate` requests per second. Each step takes the prompts that arrived during the previous one.
 
         The result is the fixed point of `seconds = f(fullest rank's share of rate × seconds)`, with f linear from one prompt per rank to
         a full step.
         """
-        if rate not in self.known:
-            self.known[rate] = self._fixed_point(rate)
-        return self.known[rate]
-
-    def _fixed_point(self, rate: float) -> float:
-        work, ranks, full, alone = self.instance.workload, self.instance.replicas, self.seconds, self.alone
-        computed, variation, most = work.computed, work.input.variation, self.tokens
-        if computed >= most or full <= alone:
+        work, ranks = self.instance.workload, self.instance.replicas
+        full, alone = self.seconds, self.alone
+        computed, variation = work.computed, work.input.variation
+        if computed >= self.tokens or full <= alone:
             return full
         # Tokens of the fullest rank, from one prompt to a full step. The router spreads whole prompts evenly, so the fullest rank has
         # `(ranks - 1) ÷ 2 ranks` of a prompt above the mean. The largest of n normal variables is about √(2 ln n) standard deviations
         # above their mean.
-        rounding, share, seconds = (ranks - 1) / (2 * ranks), 0.0, 0.0
+        rounding = (ranks - 1) / (2 * ranks)
+        share = 0.0
+        seconds = 0.0
         for _ in range(_MAX_ITERATIONS):
-            before, seconds = seconds, alone + share * (full - alone)
-            if seconds - before < 1e-3 * alone:
+            previous = seconds
+            seconds = alone + share * (full - alone)
+            if seconds - previous < 1e-3 * alone:
                 break
-            each = rate * seconds / ranks
-            fullest = max(each + rounding, 1.0)
+            per_rank = rate * seconds / ranks
+            fullest = max(per_rank + rounding, 1.0)
             if variation and (prompts := rate * seconds) > 1:
-                fullest += math.sqrt(2 * math.log(min(prompts, ranks)) * max(each, 1.0)) * variation
-            share = (min(computed * fullest, most) - computed) / (most - computed)
+                fullest += math.sqrt(2 * math.log(min(prompts, ranks)) * max(per_rank, 1.0)) * variation
+            share = (min(computed * fullest, self.tokens) - computed) / (self.tokens - computed)
         return alone * (1 - share) + full * share
 
 
@@ -296,79 +309,90 @@ def separated(
 
     The rate is the lowest that prefill, transfer (each at most 85 % utilised) and decode sustain. If decode is not the bottleneck, fewer
     than `batch` requests per rank decode concurrently. A given concurrency closes the loop: of `batch` requests per rank, some decode and
-    the others prefill; by Little's law, each number is the rate × the time spent there. seconds: batch → seconds of a decode step; None:
-    the priced step. interpolate: interpolate the step if prefill limits the batch,
-    which is faster and up to 6 % off.
+    the others prefill; by Little's law, each number is the rate × the time spent there.
+
+    seconds: batch → seconds of a decode step; None: the priced step. interpolate: interpolate the step if prefill limits the batch, which
+    is faster and up to 6 % off.
     """
-    seconds, work = seconds or instance.decode_step, instance.workload
-    is_closed_loop, slots = work.concurrency is not None, instance.replicas * count
+    seconds = seconds or instance.decode_step
+    work = instance.workload
+    is_closed_loop = work.concurrency is not None
+    ranks = instance.replicas * count
     steps = max(work.output.mean - 1, 1.0) / instance.options.tokens_a_step
-    can_arrive = _sustained_rate(pool, prefill_count, instance, count)
-    running, step, can_decode = batch, 0.0, math.inf
+    supply_rate = _sustained_rate(pool, prefill_count, instance, count)
+
+    def decode_rate(running: float, step: float) -> float:
+        return running * ranks / (step * steps)
+
+    def are_too_many(running: float, step: float) -> bool:
+        """Whether `running` requests finish faster than prefill and transfer sustain or, in a closed loop, leave too few for prefill."""
+        rate = decode_rate(running, step)
+        if not is_closed_loop or rate >= supply_rate:
+            return rate >= supply_rate
+        ttft = time_to_first_token(pool, prefill_count, instance, step, rate)
+        return running * ranks + rate * ttft > batch * ranks
+
+    running = batch
+    step = 0.0
+    rate = math.inf
     if not is_closed_loop:
         step = seconds(batch)
-        can_decode = batch * slots / (step * steps)
-    if can_decode > can_arrive:
-        # Bisect the number of decoding requests: they finish at the rate that prefill and transfer sustain, or in a closed loop at the
-        # rate at which exactly the other requests prefill.
-        low, high, curve = 0.0, batch, instance.decode_curve
+        rate = decode_rate(batch, step)
+    if rate > supply_rate:
+        low, high = 0.0, batch
+        curve = instance.decode_curve
         for _ in range(_BISECTION_STEPS):
-            running = (low + high) / 2
-            step = curve(instance.rows(running))
-            rate = running * slots / (steps * step)
-            full = rate >= can_arrive
-            if is_closed_loop and not full:
-                first = first_token(pool, prefill_count, instance, step, rate)
-                full = running * slots + rate * first > batch * slots
-            low, high = (low, running) if full else (running, high)
+            middle = (low + high) / 2
+            too_many = are_too_many(middle, curve(instance.rows(middle)))
+            low, high = (low, middle) if too_many else (middle, high)
         running = low if is_closed_loop else high
         step = curve(instance.rows(running)) if interpolate and running != batch else seconds(running)
+        rate = min(decode_rate(running, step), supply_rate) if is_closed_loop else supply_rate
     if is_closed_loop:
-        can_decode = running * slots / (step * steps)
-    rate = min(can_decode, can_arrive)
-    if is_closed_loop:
-        ttft = (batch - running) * slots / rate
+        ttft = (batch - running) * ranks / rate
     else:
-        ttft = first_token(pool, prefill_count, instance, step, rate)
-    ends = ttft, step / instance.options.tokens_a_step, rate * work.output.mean
-    return Candidate("separated", instance, count, batch, pool.instance, prefill_count, pool.tokens, *ends)
+        ttft = time_to_first_token(pool, prefill_count, instance, step, rate)
+    figures = ttft, step / instance.options.tokens_a_step, rate * work.output.mean
+    return Candidate("separated", instance, count, batch, pool.instance, prefill_count, pool.tokens, *figures)
 
 
-def first_token(pool: PrefillPool, prefill_count: int, instance: Instance, step: float, rate: float) -> float:
+def time_to_first_token(pool: PrefillPool, prefill_count: int, instance: Instance, step: float, rate: float) -> float:
     """Return the TTFT in seconds at `rate` requests per second with decode steps of `step` seconds. The TTFT grows with both."""
-    most = MAX_UTILISATION if instance.workload.concurrency is None else 0.95
-    prompt, busy = pool.seconds_at(rate / prefill_count), min(most, rate / (pool.rate * prefill_count))
+    max_busy = MAX_UTILISATION if instance.workload.concurrency is None else 0.95
+    prompt = pool.seconds_at(rate / prefill_count)
+    busy = min(max_busy, rate / (pool.rate * prefill_count))
     exposed = exposed_transfer() * transfer_seconds(instance, pool.instance)
     return assumption("front door") + exposed + step * _ADMISSION_STEPS + prompt + prompt * busy / (2 * (1 - busy))
 
 
 def transfer_seconds(instance: Instance, prefill: Instance) -> float:
     """Return the seconds to transfer a request's KV cache from its prefill instance to a decoding DP rank."""
-    options, prompt = instance.options, instance.workload.input.mean
+    options = instance.options
+    prompt = instance.workload.input.mean
     sender = prefill.cluster if instance.cluster.prefill is not None else None
     # In dsjax one device of a DP rank pulls the pages and passes them on to the others.
-    own = options.engine.name == "dsjax"
-    links = 1 if own else instance.layout.mesh.tp_size
+    is_dsjax = options.engine.name == "dsjax"
+    links = 1 if is_dsjax else instance.layout.mesh.tp_size
 
     def price() -> float:
-        about = instance.config, options.precision, options.drafts > 0
-        size = cache_bytes_per_token(*about) * prompt + window_page_bytes(*about)
-        return cache_transfer(instance.cluster, size / links, sender, own)
+        cache = instance.config, options.precision, options.drafts > 0
+        size = cache_bytes_per_token(*cache) * prompt + window_page_bytes(*cache)
+        return cache_transfer(instance.cluster, size / links, sender, is_dsjax)
 
     return instance.kept("transfer", price)
 
 
-def transfers_at_once(prefill: Instance, prefill_count: int, instance: Instance, count: int) -> float:
+def concurrent_transfers(prefill: Instance, prefill_count: int, instance: Instance, count: int) -> float:
     """Return the number of concurrent KV cache transfers: one per DP rank in dsjax, else as many as the smaller side's devices carry."""
-    own, tp = instance.options.engine.name == "dsjax", instance.layout.mesh.tp_size
+    is_dsjax = instance.options.engine.name == "dsjax"
+    tp = instance.layout.mesh.tp_size
     sides = ((prefill, prefill_count), (instance, count))
-    return min(number * (one.replicas if own else one.layout.devices / tp) for one, number in sides)
+    return min(n * (side.replicas if is_dsjax else side.layout.devices / tp) for side, n in sides)
 
 
 def _sustained_rate(pool: PrefillPool, prefill_count: int, instance: Instance, count: int) -> float:
     """Return the requests per second that prefill and transfer sustain."""
-    most = MAX_UTILISATION if instance.workload.concurrency is None else 1.0
-    transfer_rate = transfers_at_once(pool.instance, prefill_count, instance, count) / transfer_seconds(
-        instance, pool.instance
-    )
-    return most * min(pool.rate * prefill_count, transfer_rate)
+    utilisation = MAX_UTILISATION if instance.workload.concurrency is None else 1.0
+    transfers = concurrent_transfers(pool.instance, prefill_count, instance, count)
+    transfer_rate = transfers / transfer_seconds(instance, pool.instance)
+    return utilisation * min(pool.rate * prefill_count, transfer_rate)

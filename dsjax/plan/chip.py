@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from dsjax.hardware import Hardware
@@ -25,8 +25,9 @@ from dsjax.plan.operations import (
     grouped_seconds,
     product_work,
 )
-from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, PROMPTS, OperatorTables, kept
-from dsjax.plan.precision import BF16, Precision, tabled
+from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, PROMPTS, OperatorTables, cached_in
+from dsjax.plan.precision import BF16, Precision, table_format
+from dsjax.plan.rules import refuse
 
 _EXPERTS = "experts' products"
 _V3_WIDTH, _V3_INNER = 7168, 2048
@@ -47,10 +48,7 @@ class DecodeTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Chip:
-    """One device and the precision of its weights. Raises `UserError` if the device has no unit for that precision.
-
-    fp8_rate: maximum FLOP/s (value, low, high) of dense FP8 products with the engine's kernel.
-    """
+    """One device and the precision of its weights. Raises `UserError` if the device has no unit for that precision."""
 
     hardware: Hardware
     precision: Precision
@@ -58,10 +56,11 @@ class Chip:
     curves: dict = field(default_factory=dict, compare=False, repr=False)  # shared by all users
     priced: dict = field(default_factory=dict, compare=False, repr=False)  # seconds in the current draw
     fp8_mla: bool = False  # on an H20, decode may also compute in FP8 with an FP8 cache
+    # maximum FLOP/s (value, low, high) of dense FP8 products with the engine's kernel
     fp8_rate: tuple[float, float, float] | None = None
 
     def __post_init__(self):
-        self.precision.check_units(self.hardware)
+        refuse("units", precision=self.precision, chip=self.hardware)
 
     @cached_property
     def relative_speed(self) -> float:
@@ -72,7 +71,7 @@ class Chip:
         why = f"measured on {hardware.operators or 'h200'}, not on {hardware.name}"
         return assumed(1.0, 0.8, 1.1, "carried over to this device", why)
 
-    @kept("priced")
+    @cached_in("priced")
     def _uncertainty(self, spread: float, name: str, source: str) -> float:
         """Factor on a timed result: 1 with a relative uncertainty of `spread` each way, divided by `relative_speed`."""
         return measured(1.0, 1 / (1 + spread), 1 + spread, name, source) / self.relative_speed
@@ -93,13 +92,13 @@ class Chip:
     def product(self, rows: float, n: int, k: int, *, expert: bool = False) -> float:
         """Seconds of a dense product `[rows, k] × [k, n]` with bf16 results and weights in the precision's dtype."""
         itemsize = self.precision.mlp if expert else self.precision.linear
-        return self._product(rows, n, k, tabled(itemsize))
+        return self._product(rows, n, k, table_format(itemsize))
 
     def bf16_product(self, rows: float, n: int, k: int) -> float:
         """Seconds of a product with bf16 weights: absorbed matrices, head, router."""
         return self._product(rows, n, k, "bfloat16")
 
-    @kept("priced")
+    @cached_in("priced")
     def _product(self, rows: float, n: int, k: int, dtype: str) -> float:
         curves, spread, source = self._product_curves(n, k, dtype)
         seconds = math.sqrt(curves[0](rows) * curves[1](rows)) if len(curves) == 2 else curves[0](rows)
@@ -110,7 +109,7 @@ class Chip:
         rate = measured(*self.fp8_rate, "rate of dense FP8 products", FLASHINFER_FP8, "FLOP/s")
         return max(seconds, 2.0 * rows * n * k / rate)
 
-    @kept("curves")
+    @cached_in("curves")
     def _product_curves(self, n: int, k: int, dtype: str) -> tuple[list[Callable[[float], float]], float, str]:
         """(a curve of seconds over rows from each applicable table, relative spread of their geometric mean, its source)."""
         hardware = self.hardware
@@ -120,23 +119,23 @@ class Chip:
             return self._converted_curve(((s, curve(s), product_work(s, n, k, dtype)) for s in sizes), timed_on, LAUNCH)
 
         table, timed_on = self._find_table(self.operators.product, dtype, n, k)
-        curves, spread, source = [], 0.15, AICONFIGURATOR
+        curves = []
+        spread = 0.15
+        source = AICONFIGURATOR
         if table:
             curves = [convert(table, timed_on)]
             spread = max(0.05, min(0.25, self.operators.product_error(timed_on.key, dtype)))
         if dtype in ("fp8_block", "bfloat16") and (hardware.platform != "cuda" or hardware.is_hopper):
             deepgemm = convert(dense_curve(n, k, dtype), bundled_device("h800"))
             if table is None or hardware.key == "h800":
-                curves, source = [deepgemm], DEEPGEMM
+                curves = [deepgemm]
+                source = DEEPGEMM
             elif timed_on.key != hardware.key:
                 # Two tables of the same die, neither of this device: take their geometric mean.
                 curves, spread, source = [deepgemm, *curves], 0.25, f"{DEEPGEMM}; {AICONFIGURATOR}"
         if not curves:
-
-            def at_half_peak(rows: float) -> float:
-                return 2 * product_work(rows, n, k, dtype).seconds(hardware)
-
-            return [at_half_peak], 0.25, "half of the device's ceilings, for want of a table"
+            curves, spread = [lambda rows: 2 * product_work(rows, n, k, dtype).seconds(hardware)], 0.25
+            source = "half of the device's ceilings, for want of a table"
         return curves, spread, source
 
     def experts(
@@ -164,7 +163,8 @@ class Chip:
         fixed: float,
     ) -> float:
         """Convert seconds of V3's FP8 experts on `timed_on` to experts of `size` (width, inner width) here. rows_each: per expert."""
-        work, v3 = self._work(used, rows, *size), (_V3_WIDTH, _V3_INNER)
+        work = self._work(used, rows, *size)
+        v3 = (_V3_WIDTH, _V3_INNER)
         ratio = work.seconds(timed_on) / experts_work(used, rows, *v3, 1.0, 8).seconds(timed_on)
         if work.bits == 4:  # from the dense table: there is no grouped one for FP4
             shapes = ((2 * _V3_INNER, _V3_WIDTH), (_V3_WIDTH, _V3_INNER))
@@ -177,36 +177,40 @@ class Chip:
             ratio = (fp4 / fp8 if fp4 and fp8 else 0.5) * math.prod(size) / math.prod(v3)
         return convert_seconds(seconds * ratio, work, timed_on, self.hardware, fixed)
 
-    @kept("curves")
+    @cached_in("curves")
     def _masked_layout(self, width: int, inner: int) -> tuple[Grid, float, str]:
         """Return (seconds over used experts and total rows, relative spread, source) of decode's masked layout."""
         curves, timed_on = self._find_table(self.operators.grouped_decode)
-        curves, timed_on = curves or {}, timed_on or bundled_device("h800")
+        curves = curves or {}
+        timed_on = timed_on or bundled_device("h800")
         last = max(curves, default=1.0)
 
         def time(used: float, rows: float) -> float:
             if curves:
                 # Beyond the last curve, proportional to the experts: reading their weights dominates.
-                seconds, fixed = curves[min(used, last)](rows / used) * max(1.0, used / last), 20e-6
+                seconds = curves[min(used, last)](rows / used) * max(1.0, used / last)
+                fixed = 20e-6
             else:
-                seconds, fixed = grouped_seconds(used, rows), LAUNCH
+                seconds = grouped_seconds(used, rows)
+                fixed = LAUNCH
             return self._convert_v3_experts(seconds, used, rows, rows / used, (width, inner), timed_on, fixed)
 
         expert_counts = sorted({*curves, *doublings(max(last, 1.0), 512)})
         spread = 0.2 if self.precision.expert < 1 else 0.1 if curves else 0.15
         return Grid(expert_counts, doublings(1.0, _MAX_CONVERTED), time), spread, AICONFIGURATOR if curves else DEEPGEMM
 
-    @kept("curves")
+    @cached_in("curves")
     def _contiguous_layout(self, width: int, inner: int) -> tuple[tuple[float, ...], float, float] | None:
         """Return ((seconds of a row, a received token, a slot, a step), minimum seconds of the sum, relative spread) of prefill's
         contiguous layout. Each term is converted separately, so that the sum grows with each size."""
         table, timed_on = self._find_table(self.operators.grouped_prefill)
         if not table:
             return None
-        size, no_work = (width, inner), OperationWork(0.0, 16, 0.0)
-        row = self._convert_v3_experts(table.row, 0.0, 1.0, 4096.0, size, timed_on, 0.0)
+        convert = partial(self._convert_v3_experts, size=(width, inner), timed_on=timed_on, fixed=0.0)
+        no_work = OperationWork(0.0, 16, 0.0)
+        row = convert(table.row, used=0.0, rows=1.0, rows_each=4096.0)
         token = convert_seconds(table.token * width / _V3_WIDTH, no_work, timed_on, self.hardware, 0.0)
-        slot = self._convert_v3_experts(table.slot, 1.0, 0.0, 1.0, size, timed_on, 0.0)
+        slot = convert(table.slot, used=1.0, rows=0.0, rows_each=1.0)
         spread = 0.2 if self.precision.expert < 1 else max(0.08, table.error)
         return (row, token, slot, table.fixed), table.least, spread
 
@@ -263,10 +267,10 @@ class Chip:
         return self.curves[key]
 
     def _make_routed_curve(self, used: Callable[[float], float], ep: int, tp: int | None) -> tuple[Curve | None, bool]:
-        found, timed_on = self._find_table(self.operators.experts, tabled(self.precision.expert), ep, tp)
-        if not found:
+        timed, timed_on = self._find_table(self.operators.experts, table_format(self.precision.expert), ep, tp)
+        if not timed:
             return None, False
-        table, even = found
+        table, even = timed
         split, counted_ranks, first = (1, ep, 8) if tp else (ep, 1, 1)
         slots = 256 / split  # experts of the counted ranks
         # From 1 token (`first` experts) to 32 tokens (all experts), the table grows by the time to read the experts' weights.
@@ -287,18 +291,19 @@ class Chip:
     def _bits(self, cache: str) -> int:
         return 8 if cache == "fp8" and self.hardware.is_blackwell else 16
 
-    @kept("priced")
+    @cached_in("priced")
     def decode_attention(self, heads: float, rows: float, context: float, latent: int, rank: int) -> float:
         """Seconds of absorbed attention in one layer: `rows` requests with `context` cached positions each, of `latent` values."""
         heads = round(heads, 6)  # a quotient; rounding keeps 32.0000001 from counting as 33
         grid, spread, source = self._decode_grid(heads, latent, rank, self.fp8_mla)
         return grid(rows, context) * self._uncertainty(spread, "attention", source)
 
-    @kept("curves")
+    @cached_in("curves")
     def _decode_grid(self, heads: float, latent: int, rank: int, fp8_mla: bool) -> tuple[Grid, float, str]:
         # A kernel that converts an FP8 cache is at least as fast as the bf16 one, as it reads half the bytes.
         options = [self._decode_times(cache, heads, latent, rank) for cache in self._caches]
-        candidates, best = [option.seconds for option in options], options[-1]
+        candidates = [option.seconds for option in options]
+        best = options[-1]
         if fp8_mla and self.hardware.is_hopper_cut_down and len(options) > 1:
             # The kernel published for the H20 multiplies queries, keys and values in FP8.
             bf16 = options[0]
@@ -339,18 +344,19 @@ class Chip:
         seconds = convert_seconds(work.flops / (0.95 * FLASH_MLA_FLOPS), work, bundled_device("h800"), self.hardware)
         return seconds * self._uncertainty(0.2, "attention", FLASH_MLA)
 
-    @kept("priced")
+    @cached_in("priced")
     def prefill_attention(self, heads: int, tokens: float, prompts: float, context: float, per_pair: int) -> float:
         """Seconds of naive causal attention in one layer of `tokens` from `prompts` prompts, each attending to `context` on average.
 
         per_pair: key width + value width. A prompt with cached positions counts as an uncached one with the same mean context.
         """
-        length, prompts = 2 * context - 1, max(1.0, min(8.0, prompts))
+        length = 2 * context - 1
+        prompts = max(1.0, min(8.0, prompts))
         grids = [self._prefill_grid(cache, heads, per_pair) for cache in self._caches]
         seconds = min(max(least, tokens / prompts * grid(prompts, length)) for grid, least in grids)
         return seconds * self._uncertainty(0.07, "attention", AICONFIGURATOR)
 
-    @kept("curves")
+    @cached_in("curves")
     def _prefill_grid(self, cache: str, heads: int, per_pair: int) -> tuple[Grid, float]:
         """Return (seconds of one token of each prompt, over the prompts in a step and their length; minimum seconds of a step). A token's
         time grows with the prompt length and falls with the number of prompts; the total time grows with that number."""
@@ -367,9 +373,9 @@ class Chip:
 
         return Grid(PROMPTS, sorted(table), time), least
 
-    def stream(self, moved: float) -> float:
-        """Seconds of element-wise operations (norms, RoPE, activations) that move `moved` bytes through memory."""
-        return moved / self._streaming
+    def stream(self, num_bytes: float) -> float:
+        """Seconds of element-wise operations (norms, RoPE, activations) that move `num_bytes` bytes through memory."""
+        return num_bytes / self._streaming
 
     @cached_property
     def _streaming(self) -> float:

@@ -31,16 +31,12 @@ _Expected = dict[Literal[*COLLECTIVES, SEND_RECEIVE], Bounds]
 
 
 class Acceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The table `[acceptance]`: bounds for a measurement of the network (`dsjax bench network`).
+    """The table `[acceptance]`: bounds for a measurement of the network (`dsjax bench network`)."""
 
-    warning, failing: multiples of the expected duration of a collective. inside_host, between_hosts: collective → bounds that replace the
-    duration expected from the links.
-    """
-
-    warning: float = 1.5
-    failing: float = 3.0
-    inside_host: _Expected = {}
-    between_hosts: _Expected = {}
+    warning: float = 1.5  # multiple of a collective's expected duration above which it is a warning
+    failing: float = 3.0  # likewise, above which it fails
+    inside_host: _Expected = {}  # collective → bounds that replace the duration expected from the links
+    between_hosts: _Expected = {}  # likewise
 
     def __post_init__(self):
         if not 1 <= self.warning <= self.failing:
@@ -52,18 +48,14 @@ class Acceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """`hosts` × `devices_per_host` devices of one kind.
-
-    scale_up_devices: devices connected by the fast link (NVLink, ICI); a multiple or divisor of `devices_per_host`. storage: checkpoint
-    bytes per second of each host while all hosts read; None: unknown. prefill: hosts of another kind that prefill, while these decode;
-    None: all hosts are alike. The network is one non-blocking switch.
-    """
+    """`hosts` × `devices_per_host` devices of one kind. The network between hosts is one non-blocking switch."""
 
     name: str
     description: str
     hardware: Hardware  # the device
     hosts: int
     devices_per_host: int
+    # devices connected by the fast link (NVLink, ICI); a multiple or divisor of `devices_per_host`
     scale_up_devices: int
     network: str
     network_gbps: float  # of one network card, each way, in gigabits a second
@@ -72,10 +64,10 @@ class Cluster:
     latency_low: float
     latency_high: float
     sources: Mapping[str, str]  # field → its source
-    storage: float | None = None
+    storage: float | None = None  # checkpoint bytes per second of each host while all hosts read; None: unknown
     acceptance: Acceptance = Acceptance()
     measured: MeasuredNetwork | None = None  # replaces the figures of the links
-    prefill: Cluster | None = None
+    prefill: Cluster | None = None  # hosts of another kind that prefill, while these decode; None: all hosts are alike
 
     @property
     def num_devices(self) -> int:
@@ -196,6 +188,6 @@ def _prefill(where: str, file: _Cluster, side: _Prefill) -> Cluster:
     chip = load_hardware(side.hardware)
     alone = {"acceptance": Acceptance(), "prefill": None}
     alone |= {"devices_per_host": None, "scale_up_devices": None, "name": f"{file.name}, prefill"}
-    own = {name: value for name, value in msgspec.structs.asdict(side).items() if value is not None}
-    file = msgspec.structs.replace(file, **(alone | own), description=f"{side.hosts} hosts of {chip.name}")
+    fields = {name: value for name, value in msgspec.structs.asdict(side).items() if value is not None}
+    file = msgspec.structs.replace(file, **(alone | fields), description=f"{side.hosts} hosts of {chip.name}")
     return _made(f"{where}, prefill", file)

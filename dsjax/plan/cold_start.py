@@ -11,15 +11,15 @@ from dsjax.plan.figure import Figure, assumption, spread
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED
 from dsjax.plan.memory import expert_side_bytes, weight_bytes
-from dsjax.plan.precision import Precision, of_files
+from dsjax.plan.precision import Precision, checkpoint_precision
 
 _DIVIDED_BY_TP = ("attention", "dense MLP", "shared experts", "embedding and head")
 
 
 def files_precision(instance: Instance) -> Precision:
     """Return the precision of an instance's checkpoint: the model's own, or for another engine the one it computes in."""
-    chosen = instance.options.precision
-    return chosen if instance.options.engine.name in LAUNCHED else of_files(instance.config, chosen)
+    precision = instance.options.precision
+    return precision if instance.options.engine.name in LAUNCHED else checkpoint_precision(instance.config, precision)
 
 
 def host_bytes(instance: Instance) -> int:
@@ -28,8 +28,11 @@ def host_bytes(instance: Instance) -> int:
     The latents' projections and norms, replicated on every device, are counted with the heads' matrices, which `tp` divides: slightly too
     many bytes if `tp` > 1. Each stage is counted as the fullest one.
     """
-    layout, mesh, precision = instance.layout, instance.layout.mesh, files_precision(instance)
-    drafts, per_host = instance.options.drafts > 0, instance.cluster.devices_per_host
+    layout = instance.layout
+    mesh = layout.mesh
+    precision = files_precision(instance)
+    drafts = instance.options.drafts > 0
+    per_host = instance.cluster.devices_per_host
     stages = max(1, min(mesh.num_devices, per_host) // mesh.stage_devices)
     devices = min(mesh.stage_devices, per_host)
     parts = {"experts": min(devices, mesh.stage_devices // mesh.expert_copies)}
@@ -37,10 +40,10 @@ def host_bytes(instance: Instance) -> int:
     if layout.fused:  # each device has all of it, or it is split into as many parts as an expert
         parts["shared experts"] = min(mesh.expert_width_shards, devices)
     weights = weight_bytes(instance.config, layout, precision, drafts)
-    beside = 0
+    shared_bytes = 0
     if layout.experts and layout.devices <= per_host:  # one process has both sides
-        beside = layout.experts * expert_side_bytes(instance.config, layout, precision, drafts)
-    return beside + stages * sum(size * parts.get(name, 1) for name, size in weights.items())
+        shared_bytes = layout.experts * expert_side_bytes(instance.config, layout, precision, drafts)
+    return shared_bytes + stages * sum(size * parts.get(name, 1) for name, size in weights.items())
 
 
 def storage_rate(cluster: Cluster) -> float:
@@ -65,14 +68,11 @@ def cold_start(*instances: Instance) -> Figure:
 
 @dataclass(frozen=True)
 class Recovery:
-    """Cost of losing one host.
-
-    compiling: additional seconds unless the smaller mesh was compiled ahead, which is never the case with AFD.
-    """
+    """Cost of losing one host."""
 
     read: Figure  # bytes of experts that the other hosts read from the checkpoint
     seconds: Figure  # without compiling
-    compiling: Figure
+    compiling: Figure  # additional seconds unless the smaller mesh was compiled ahead, which is never the case with AFD
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields; figures as `Figure.to_json`."""
@@ -89,15 +89,15 @@ def recovery(instance: Instance) -> Recovery | None:
     hosts = layout.mesh.num_devices // cluster.devices_per_host
     if hosts < 2 or layout.mesh.pp_size > 1:
         return None
-    held = 0 if layout.experts else instance.memory.weights.get("experts", 0)
+    lost_bytes = 0 if layout.experts else instance.memory.weights.get("experts", 0)
 
     def compute() -> tuple[float, float, float]:
         # A survivor reads the experts of its new share that it did not hold. By chance it held one in `hosts` of them, because the order
         # of devices changes with each mesh epoch.
-        read = held * layout.devices * (1 - 1 / hosts)
+        reread_bytes = lost_bytes * layout.devices * (1 - 1 / hosts)
         seconds = assumption("noticing a process that died") + assumption("meeting, a new generation")
-        if read:
-            seconds += read / (storage_rate(cluster) * (hosts - 1))
-        return read, seconds, assumption("compiling")
+        if reread_bytes:
+            seconds += reread_bytes / (storage_rate(cluster) * (hosts - 1))
+        return reread_bytes, seconds, assumption("compiling")
 
     return Recovery(*spread(compute))

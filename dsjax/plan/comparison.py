@@ -37,11 +37,11 @@ DRAWS = 96
 _LETTERS = string.ascii_uppercase
 METRICS = {"throughput": RATE, "tpot": TPOT, "ttft": None}
 """Metric of a candidate → kind of blind predictions that calibrate its ratios; none exist for a steady-state TTFT."""
-_MODULES = "dsjax bench modules --model MODEL --json modules.json; then --measured modules.json"
-_NETWORK = "dsjax bench network --json network.json; then --network network.json"
-_SETTLED_BY = {
-    _MODULES: ("products", "attention", "kernels of a layer", "experts'", "launches"),
-    _NETWORK: ("link", "network", "collective", "all-reduce", "copies", "connection", "kernels", "message"),
+_MODULES = ("products", "attention", "kernels of a layer", "experts'", "launches")
+_NETWORK = ("link", "network", "collective", "all-reduce", "copies", "connection", "kernels", "message")
+_MEASURED_BY = {
+    "dsjax bench modules --model MODEL --json modules.json; then --measured modules.json": _MODULES,
+    "dsjax bench network --json network.json; then --network network.json": _NETWORK,
     "two recordings of expert loads; then --expert-skew FILE": ("busiest rank",),
     "dsjax bench serve with drafts; then --mtp-acceptance": ("tokens a step",),
 }
@@ -50,12 +50,12 @@ _SETTLED_BY = {
 
 @dataclass(frozen=True)
 class Ratio:
-    """First ÷ second layout in one metric. better: probability that the first is better. by: source of the interval."""
+    """First ÷ second layout in one metric."""
 
     metric: str
     value: Figure
-    better: float
-    by: str
+    better: float  # probability that the first layout is better
+    by: str  # source of the interval
 
     @property
     def is_decided(self) -> bool:
@@ -65,12 +65,12 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Deciding:
-    """An input that moves the ratio of rates. low, high: the ratio at the ends of its range. command: measures the input."""
+    """An input that moves the ratio of rates."""
 
     figure: Figure
-    low: float
-    high: float
-    command: str
+    low: float  # the ratio at the low end of the input's range
+    high: float  # the ratio at the high end
+    command: str  # command that measures the input
 
 
 @dataclass(frozen=True)
@@ -117,32 +117,39 @@ def estimate(question: Question, layout: str) -> Candidate:
         UserError, MeshError: the layout does not match the cluster and the model, or does not fit.
     """
     if layout.endswith(".json"):
-        return _of_recipe(question, Path(layout))
-    *first, mesh = (MeshSpec.parse(part.strip()) for part in layout.split("|", 1))
-    return _best(question, layout, Pins(first[0], mesh) if first else Pins(), None if first else mesh)
+        return _estimate_recipe(question, Path(layout))
+    meshes = [MeshSpec.parse(part.strip()) for part in layout.split("|", 1)]
+    options = {"mesh": meshes[0]} if len(meshes) == 1 else {"pins": Pins(*meshes)}
+    return _search_best(question, layout, **options)
 
 
-def _best(question: Question, layout: str, pins: Pins, mesh: MeshSpec | None, **options: Any) -> Candidate:
-    modes = ("separated",) if pins.separated else ("aggregated",)
-    options = dataclasses.replace(question.options, pins=pins, mesh=mesh, modes=modes, **options)
-    plan = search(dataclasses.replace(question, options=options))
-    found = [*plan.ranked.rows[:1], *plan.missed.rows[:1]]
-    refuse("compared", found=found, too_large=plan.too_large, layout=layout, cluster=question.cluster.name)
-    return found[0]
+def _search_best(question: Question, layout: str, **options: Any) -> Candidate:
+    """Return the best deployment with these options. Raises `UserError` if none fits. layout: its name in that error."""
+    modes = ("separated",) if "pins" in options else ("aggregated",)
+    options = {"pins": Pins(), "mesh": None, "modes": modes, **options}
+    plan = search(dataclasses.replace(question, options=dataclasses.replace(question.options, **options)))
+    best = [*plan.ranked.rows[:1], *plan.missed.rows[:1]]
+    refuse("compared", found=best, too_large=plan.too_large, layout=layout, cluster=question.cluster.name)
+    return best[0]
 
 
-def _of_recipe(question: Question, file: Path) -> Candidate:
-    told, pins = read_recipe(file)["expected"], Pins()
+def _estimate_recipe(question: Question, file: Path) -> Candidate:
+    expected = read_recipe(file)["expected"]
     try:
-        mesh, first, count = MeshSpec.parse(told["mesh"]), told.get("prefill"), int(told["instances"])
-        batch, redundant = float(told["batch_per_dp_rank"]), int(told["redundant_experts"])
-        if first:
-            pins = Pins(MeshSpec.parse(first["mesh"]), mesh, int(first["instances"]), count)
+        mesh = MeshSpec.parse(expected["mesh"])
+        prefill = expected.get("prefill")
+        count = int(expected["instances"])
+        batch = float(expected["batch_per_dp_rank"])
+        options: dict[str, Any] = {"redundant": int(expected["redundant_experts"])}
+        if prefill:
+            options["pins"] = Pins(MeshSpec.parse(prefill["mesh"]), mesh, int(prefill["instances"]), count)
+        else:
+            options["mesh"] = mesh
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{file} is no recipe ({error!r} in expected); expected what dsjax plan recipe wrote"
         ) from error
-    best = _best(question, str(file), pins, None if pins.separated else mesh, redundant=redundant)
+    best = _search_best(question, str(file), **options)
     return recompute(dataclasses.replace(best, count=count), batch=batch / best.decode.layout.mesh.pp_size)
 
 
@@ -155,30 +162,35 @@ def compare(question: Question, layouts: Sequence[str], draws: int = DRAWS) -> C
 
 
 def _pair(first: Candidate, other: Candidate) -> Pair:
-    ranked = effects(lambda: recompute(first).throughput / recompute(other).throughput)[:3]
-    usual = first.throughput / other.throughput
-    deciding = tuple(Deciding(figure, usual * low, usual * high, settling(figure.name)) for figure, low, high in ranked)
+    ratio = first.throughput / other.throughput
+    largest_effects = effects(lambda: recompute(first).throughput / recompute(other).throughput)[:3]
+    deciding = tuple(Deciding(f, ratio * low, ratio * high, command_for(f.name)) for f, low, high in largest_effects)
     return Pair(other, tuple(ratio_of(first, other, metric) for metric in METRICS), deciding)
 
 
 def ratio_of(first: Candidate, other: Candidate, metric: str) -> Ratio:
     """Return first ÷ other with the wider of two intervals: from shared draws, and from ratios of blind predictions."""
-    at, kind = list(METRICS).index(metric), METRICS[metric]
-    value, ratios = getattr(first, metric) / getattr(other, metric), first.draws[:, at] / other.draws[:, at]
+    column = list(METRICS).index(metric)
+    kind = METRICS[metric]
+    value = getattr(first, metric) / getattr(other, metric)
+    ratios = first.draws[:, column] / other.draws[:, column]
     low, high = np.quantile(ratios, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
-    by, distances = (f"{len(ratios)} draws, without the model's own error", {distance_of(first), distance_of(other)})
-    known = kind and ratio_calibration(kind, distances.pop() if len(distances) == 1 else None)
-    if known and known.high / known.low > high / low:
-        by, ratios = f"how far ratios of {known.count} blind pairs were off", value * np.exp(known.errors)
-        low, high = value * known.low, value * known.high
+    by = f"{len(ratios)} draws, without the model's own error"
+    if kind is not None:
+        distance = distance_of(first)
+        calibration = ratio_calibration(kind, distance if distance == distance_of(other) else None)
+        if calibration.high / calibration.low > high / low:
+            by = f"how far ratios of {calibration.count} blind pairs were off"
+            ratios = value * np.exp(calibration.errors)
+            low, high = value * calibration.low, value * calibration.high
     better = float(np.mean(ratios > 1 if metric == "throughput" else ratios < 1))
     return Ratio(metric, Figure(value, min(low, value), max(high, value), first.throughput.kinds), better, by)
 
 
-def settling(name: str) -> str:
+def command_for(name: str) -> str:
     """Return the command that measures an input, with the option that takes the measurement."""
-    found = (command for command, words in _SETTLED_BY.items() if any(word in name for word in words))
-    return next(found, "dsjax bench serve of both layouts: the ratio itself")
+    commands = (command for command, words in _MEASURED_BY.items() if any(word in name for word in words))
+    return next(commands, "dsjax bench serve of both layouts: the ratio itself")
 
 
 def link_bytes(instance: Instance, batch: float) -> dict[str, float]:
@@ -188,41 +200,44 @@ def link_bytes(instance: Instance, batch: float) -> dict[str, float]:
     trees between domains, split over the domain's devices.
     """
     config, mesh, cluster = instance.config, instance.layout.unit.mesh, instance.cluster
-    model, tokens = instance.step_models()[0], batch * (1 + instance.options.drafts)
+    model = instance.step_models()[0]
+    tokens = batch * (1 + instance.options.drafts)
     sent = {"scale_up": 0.0, "network": 0.0}
     if mesh.tp_size > 1:
-        summed = 4 * config.num_hidden_layers * tokens * config.hidden_size * BF16
-        near = min(cluster.domain, mesh.tp_size)
-        sent["scale_up"] += summed * (near - 1) / near
-        sent["network"] += summed / near * (1 - near / mesh.tp_size)
+        all_reduced = 4 * config.num_hidden_layers * tokens * config.hidden_size * BF16
+        ranks_in_domain = min(cluster.domain, mesh.tp_size)
+        sent["scale_up"] += all_reduced * (ranks_in_domain - 1) / ranks_in_domain
+        sent["network"] += all_reduced / ranks_in_domain * (1 - ranks_in_domain / mesh.tp_size)
     ranks = instance.layout.experts or mesh.ep_size
     if ranks > 1 and config.is_moe and not model.sums_experts:
-        rows, top_k = tokens / mesh.tp_size, config.num_experts_per_tok
+        rows = tokens / mesh.tp_size
+        top_k = config.num_experts_per_tok
         method = model.dispatch if model.dispatch == "deepep" else model.own_method(rows)
-        each = rows * top_k / ranks if method == "deepep" else exchanged_rows(method, rows, top_k, ranks)
-        layer = each * config.hidden_size * (instance.options.precision.wire + BF16)
-        near = min(cluster.domain, ranks)
-        sent["scale_up"] += layer * (near - 1) * config.num_moe_layers
-        sent["network"] += layer * (ranks - near) * config.num_moe_layers
+        rows_per_rank = rows * top_k / ranks if method == "deepep" else exchanged_rows(method, rows, top_k, ranks)
+        bytes_per_rank = rows_per_rank * config.hidden_size * (instance.options.precision.wire + BF16)
+        ranks_in_domain = min(cluster.domain, ranks)
+        sent["scale_up"] += bytes_per_rank * (ranks_in_domain - 1) * config.num_moe_layers
+        sent["network"] += bytes_per_rank * (ranks - ranks_in_domain) * config.num_moe_layers
     return {link: size for link, size in sent.items() if math.isfinite(size)}
 
 
 def show(console: Console, comparison: Comparison) -> None:
     """Print the layouts side by side, and for each pair the ratios and the deciding inputs."""
     question = comparison.question
-    names = ["<<", *(f"{letter}: {one.name()}" for letter, one in zip(_LETTERS, comparison.candidates, strict=False))]
-    rows = [(title, *map(text, comparison.candidates)) for title, text in _ROWS.items()]
-    console.print(table(f"{question.cluster.name}, {question.words}", names, rows))
+    candidates = comparison.candidates
+    columns = ["<<", *(f"{letter}: {c.name()}" for letter, c in zip(_LETTERS, candidates, strict=False))]
+    rows = [(title, *map(text, candidates)) for title, text in _ROWS.items()]
+    console.print(table(f"{question.cluster.name}, {question.description}", columns, rows))
     console.print(f"[low … high]: 90 % of {DRAWS} draws of all assumptions", style="dim", markup=False)
-    if len({round(one.concurrency) for one in comparison.candidates}) > 1:
+    if len({round(c.concurrency) for c in candidates}) > 1:
         console.print(
             "their loads differ, each has as many requests as pay: --max-concurrency gives all the same", style="dim"
         )
     for letter, pair in zip(_LETTERS[1:], comparison.pairs, strict=False):
         console.print(f"A ÷ {letter}, with 90 % intervals:", style="bold")
-        ends = [end for one in pair.deciding for end in (one.low, one.high)]
-        about = {"reverses": ends and min(ends) < 1 < max(ends), "label": label, "amount": amount}
-        console.print(Text(filled("texts", "pair.txt", pair=pair, letter=letter, **about)))
+        ratios = [ratio for deciding in pair.deciding for ratio in (deciding.low, deciding.high)]
+        facts = {"reverses": ratios and min(ratios) < 1 < max(ratios), "label": label, "amount": amount}
+        console.print(Text(filled("texts", "pair.txt", pair=pair, letter=letter, **facts)))
 
 
 def _megabytes(candidate: Candidate, link: str) -> str:
@@ -232,13 +247,13 @@ def _megabytes(candidate: Candidate, link: str) -> str:
 _ROWS: dict[str, Callable[[Candidate], str]] = {
     "devices": lambda c: str(c.devices),
     "requests in flight": lambda c: f"{c.concurrency:,.0f}",
-    "of a DP rank, of at most": lambda c: "{:g} of {:g}".format(*map(c.decode.requests, (c.batch, c.decode.max_batch))),
+    "requests per DP rank": lambda c: "{:g} of {:g}".format(*map(c.decode.requests, (c.batch, c.decode.max_batch))),
     "output tokens/s": lambda c: c.throughput.text(),
     "a device": lambda c: c.per_device.text(),
     "TPOT ms": lambda c: c.tpot.text(1e3, 1),
     "TTFT s": lambda c: c.ttft.text(digits=2),
     "weights, GB a device": lambda c: f"{c.decode.memory.weights_total / 1e9:.1f}",
-    "KV cache, tokens of a DP rank": lambda c: c.decode.cache_tokens.text(),
+    "KV cache tokens per DP rank": lambda c: c.decode.cache_tokens.text(),
     "MB sent a decode step, scale-up": lambda c: _megabytes(c, "scale_up"),
     "MB sent a decode step, network": lambda c: _megabytes(c, "network"),
 }

@@ -56,28 +56,24 @@ class _OneMesh(msgspec.Struct):
 
 
 class DryRun(msgspec.Struct, frozen=True):
-    """One JSON file of `dsjax dryrun`. All figures are for one device and one run of the step.
-
-    batch: rows of a DP rank, of `chunk` tokens each. context: positions of a row's page table. halves: the step is computed in two halves
-    that overlap. written: the file's date.
-    """
+    """One JSON file of `dsjax dryrun`. All figures are for one device and one run of the step."""
 
     mesh: str
     physical_experts: _Bytes
     target: str
     step: Literal["decode", "prefill"]
-    batch: Count
+    batch: Count  # rows of a DP rank, of `chunk` tokens each
     chunk: Count
-    context: Count
+    context: Count  # positions of a row's page table
     weights: str
     kv_cache_dtype: str
     parameters: _Parameters
     device_bytes: _Memory
     predicted: _Timeline | None = msgspec.field(default=None, name="timeline")
-    halves: bool = False
+    halves: bool = False  # the step is computed in two halves that overlap
     versions: dict[str, Any] | None = None
     file: str = ""
-    written: str = ""
+    written: str = ""  # the file's date
 
     @property
     def step_tokens(self) -> int:
@@ -102,8 +98,8 @@ class DryRun(msgspec.Struct, frozen=True):
         """Bytes besides weights and cache: temporaries, outputs other than the cache, and code if known."""
         memory = self.device_bytes
         size = memory.temporaries + max(0, memory.outputs - memory.aliased) + (memory.code or 0)
-        made = [f"{name} {version}" for name, version in (self.versions or {}).items()]
-        source = ", ".join([f"{Path(self.file).name}, dsjax dryrun --target {self.target}", *made, self.written])
+        versions = [f"{name} {version}" for name, version in (self.versions or {}).items()]
+        source = ", ".join([f"{Path(self.file).name}, dsjax dryrun --target {self.target}", *versions, self.written])
         about = {"name": "temporaries", "unit": "B", "source": f"{source}: {self.shape}"}
         return drawn(Figure(size, kinds=Kind.COMPILED, **about))
 

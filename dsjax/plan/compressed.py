@@ -29,27 +29,31 @@ def compressed_attention(
     kind: str,
     heads: int,
     tokens: float,
-    read: float,
+    tokens_read: float,
     context: float,
     prompt: float | None,
 ) -> float:
     """Return the seconds of attention in one layer; arguments as in `sparse_attention`."""
     before, chunk = (context - 1, 1) if prompt is None else (context - (prompt + 1) / 2, prompt)
-    found, width = seen(config, kind, max(before, 0), chunk), config.v4.head_dim
-    positions, rows = found.window + found.entries, read / context if read else tokens
-    chosen = 0.0
-    if found.scored:
+    visible = seen(config, kind, max(before, 0), chunk)
+    width = config.v4.head_dim
+    positions = visible.window + visible.entries
+    rows = tokens_read / context if tokens_read else tokens
+    index_seconds = 0.0
+    if visible.scored:
         sizes = {
             group.name: group.entry_bytes
             for group in chip.precision.cache_groups(config, range(config.num_hidden_layers))
         }
-        keys = (rows if prompt is None else tokens / prompt) * found.scored * sizes["c4_index"]
-        chosen = choice(chip, config, tokens, found.scored, keys)
+        keys = (rows if prompt is None else tokens / prompt) * visible.scored * sizes["c4_index"]
+        index_seconds = choice(chip, config, tokens, visible.scored, keys)
     if prompt is not None:
         dense = chip.absorbed_prompts(heads, tokens, positions, width, width)
-        return chosen + (gathered_prefill(chip, heads, tokens, positions, width, width) if found.scored else dense)
-    if found.scored:
-        return chosen + gathered_decode(chip, heads, tokens, positions, width, width)
+        return index_seconds + (
+            gathered_prefill(chip, heads, tokens, positions, width, width) if visible.scored else dense
+        )
+    if visible.scored:
+        return index_seconds + gathered_decode(chip, heads, tokens, positions, width, width)
     # A request's drafts are additional query rows over the same positions.
     return chip.decode_attention(heads * max(1.0, tokens / rows), rows, positions, width, width)
 

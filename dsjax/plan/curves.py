@@ -23,7 +23,8 @@ class Curve:
 
     def __init__(self, points: Iterable[tuple[float, float]], beyond: Callable[[float], float] | None = None):
         self.sizes, seconds = map(list, zip(*sorted(points), strict=True))
-        self.seconds, self._beyond = np.minimum.accumulate(seconds[::-1])[::-1].tolist(), beyond
+        self.seconds = np.minimum.accumulate(seconds[::-1])[::-1].tolist()
+        self._beyond = beyond
 
     def __call__(self, size: float) -> float:
         """Seconds at a size."""
@@ -36,9 +37,9 @@ class Curve:
         if size > last:
             slope = (most - seconds[-2]) / (last - sizes[-2]) if len(sizes) > 1 else most / last
             return most + max(slope, 0.5 * most / last) * (size - last)
-        at = bisect.bisect_left(sizes, size)
-        share = (size - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
-        return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
+        index = bisect.bisect_left(sizes, size)
+        share = (size - sizes[index - 1]) / (sizes[index] - sizes[index - 1])
+        return seconds[index - 1] + share * (seconds[index] - seconds[index - 1])
 
     def times(self, factor: float) -> Curve:
         """Return the curve with all seconds multiplied by `factor`."""
@@ -78,8 +79,8 @@ def _place(sizes: list[float], size: float) -> tuple[int, float, float]:
         return 0, 0.0, 1.0
     if size >= sizes[-1]:
         return len(sizes) - 1, 0.0, size / sizes[-1]
-    at = bisect.bisect_right(sizes, size) - 1
-    return at, (size - sizes[at]) / (sizes[at + 1] - sizes[at]), 1.0
+    index = bisect.bisect_right(sizes, size) - 1
+    return index, (size - sizes[index]) / (sizes[index + 1] - sizes[index]), 1.0
 
 
 def doublings(least: float, most: float, steps: int = 1) -> list[float]:

@@ -15,12 +15,7 @@ from dsjax.toml_files import read_toml
 
 @dataclass(frozen=True)
 class Engine:
-    """Capabilities of an engine, and how it computes.
-
-    eager: starts the kernels of a prefill step, and each pass of the MTP module, one by one; otherwise one compiled program contains
-    them all. fp8_rate: maximum operations a second (value, low, high) of dense FP8 products on Blackwell, of SGLang with
-    `--fp8-gemm-backend flashinfer_trtllm`.
-    """
+    """Capabilities of an engine, and how it computes."""
 
     name: str
     balances: bool  # places experts by their load
@@ -36,10 +31,13 @@ class Engine:
     apart: bool  # attention–FFN disaggregation (AFD)
     of_models: str = ""  # for messages: the models for which it lacks something
     dispatch: str = "deepep"  # the default method
+    # starts the kernels of a prefill step, and each pass of the MTP module, one by one; otherwise one compiled program contains them all
     eager: bool = True
     most_drafts: int | None = None
     widens_fp4: bool = False  # computes FP4 weights in bf16
     fp8_mla: bool = False  # decode multiplies an FP8 cache in FP8 on an H20
+    # maximum operations a second (value, low, high) of dense FP8 products on Blackwell, of SGLang with `--fp8-gemm-backend
+    # flashinfer_trtllm`
     fp8_rate: tuple[float, float, float] | None = None
 
     def serving(self, config: ModelConfig) -> Engine:
@@ -47,7 +45,7 @@ class Engine:
         lacks = _WITHOUT.get(config.model_type, {}).get(self.name)
         if lacks is None:
             return self
-        able = {what: None if what == "fp8_cache" else False for what in lacks}
+        able = {capability: None if capability == "fp8_cache" else False for capability in lacks}
         return dataclasses.replace(self, **able, of_models=f" of a {config.model_type} model")
 
     def precision(self, chosen: Precision) -> Precision:
@@ -69,7 +67,7 @@ CAPABILITIES = tuple(CREDITS["words"])
 
 
 def _engine(name: str, able: Collection[str], fp8_cache: float = 1.0) -> Engine:
-    how = {what: what in able for what in CAPABILITIES} | _HOW.get(name, {})
+    how = {capability: capability in able for capability in CAPABILITIES} | _HOW.get(name, {})
     return Engine(name, **{**how, "fp8_cache": fp8_cache if how["fp8_cache"] else None})
 
 

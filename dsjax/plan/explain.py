@@ -25,17 +25,21 @@ def label(figure: Figure) -> str:
     return labels().get(figure.name, figure.name)
 
 
-def explain(candidate: Candidate, what: str) -> str:
+def explain(candidate: Candidate, figure_name: str) -> str:
     """Return the derivation of `tpot`, `ttft`, `throughput` or `memory` of a candidate."""
-    memory, steps, compiled = what == "memory", {}, []
-    if not memory:
+    is_memory = figure_name == "memory"
+    steps = {}
+    compiled = []
+    if not is_memory:
         steps["a decode step"] = candidate.decode.decode_parts(candidate.batch)
-        if what != "tpot" or candidate.mode == "aggregated":
+        if figure_name != "tpot" or candidate.mode == "aggregated":
             steps["a prefill step"] = candidate.prefill.prefill_parts(candidate.prefill_tokens)
         instances = {id(i): i for i in (candidate.prefill, candidate.decode)}.values()
         compiled = [(run, instance.compiled_step(run)) for instance in instances for run in instance.dry_runs]
     ranked = effects(
-        lambda: recompute(candidate).decode.memory.cache_tokens if memory else getattr(recompute(candidate), what)
+        lambda: (
+            recompute(candidate).decode.memory.cache_tokens if is_memory else getattr(recompute(candidate), figure_name)
+        )
     )
     moves = [max(abs(low - 1), abs(high - 1)) >= 0.01 for _, low, high in ranked]
     about = {
@@ -44,7 +48,7 @@ def explain(candidate: Candidate, what: str) -> str:
         "kinds": lambda figure: Kind(figure.kinds).words(),
     }
     about |= {"steps": steps, "compiled": compiled, "label": label, "amount": amount}
-    return filled("texts", "explained.txt", candidate=candidate, what=what, **about)
+    return filled("texts", "explained.txt", candidate=candidate, what=figure_name, **about)
 
 
 def effects(compute: Callable[[], float]) -> list[tuple[Figure, float, float]]:
@@ -57,8 +61,8 @@ def effects(compute: Callable[[], float]) -> list[tuple[Figure, float, float]]:
         if figure.low == figure.high:
             continue
         ends = []
-        for place in (-1.0, 1.0):
-            with drawing(Draw({name: place})):
+        for end in (-1.0, 1.0):
+            with drawing(Draw({name: end})):
                 ends.append(compute() / usual)
         found.append((figure, *ends))
     return sorted(found, key=lambda one: (-abs(one[2] - one[1]), one[0].name))
@@ -73,5 +77,5 @@ def amount(value: float, unit: str) -> str:
         return f"{value * 1e6:.3g} µs"
     if unit == "B":
         return f"{value / 1e9:.3g} GB" if value >= 1e8 else f"{value / 1e6:.3g} MB"
-    shown = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-    return f"{shown} {unit}".rstrip()
+    text = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{text} {unit}".rstrip()

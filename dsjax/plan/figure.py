@@ -64,7 +64,10 @@ class Figure(float):
         figure = super().__new__(cls, value)
         figure.low = float(value) if low is None else low
         figure.high = float(value) if high is None else high
-        figure.kinds, figure.name, figure.unit, figure.source = int(kinds), name, unit, source
+        figure.kinds = int(kinds)
+        figure.name = name
+        figure.unit = unit
+        figure.source = source
         return figure
 
     def __getnewargs_ex__(self) -> tuple[tuple, dict[str, str]]:
@@ -122,17 +125,18 @@ class Draw:
     def of(self, figure: Figure) -> float:
         """Return the value of an assumption in this draw."""
         self.seen.setdefault(figure.name, figure)
-        place = self._place(figure.name)
-        if place == 0.0 or figure.low == figure.high:
+        quantile = self._place(figure.name)
+        if quantile == 0.0 or figure.low == figure.high:
             return figure
-        end = figure.high if place > 0 else figure.low
-        return float(figure) + (end - float(figure)) * abs(place)
+        end = figure.high if quantile > 0 else figure.low
+        return float(figure) + (end - float(figure)) * abs(quantile)
 
 
 @functools.cache
 def _places(name: str, draws: int) -> tuple[float, ...]:
     """Return quantiles of a normal variable, in an order seeded by the name, in units of the distance to its 5 % and 95 % quantiles."""
-    normal, end = statistics.NormalDist(), statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
+    normal = statistics.NormalDist()
+    end = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
     order = np.random.default_rng(zlib.crc32(name.encode())).permutation(draws)
     return tuple(max(-1.0, min(1.0, normal.inv_cdf((float(rank) + 0.5) / draws) / end)) for rank in order)
 

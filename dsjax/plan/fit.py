@@ -72,24 +72,24 @@ class Launch:
 
 @dataclass(frozen=True)
 class Condition:
-    """A need that must fit in a memory budget, in bytes. name: what is needed. left: room − needed, negative if it does not fit."""
+    """A need that must fit in a memory budget, in bytes."""
 
-    name: str
+    name: str  # what is needed
     needed: Figure
     room: Figure
-    left: Figure
+    left: Figure  # room − needed, negative if it does not fit
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a launch fits. cache_tokens: per DP rank. fractions: the lowest and the highest memory fraction that would fit, or None."""
+    """Whether a launch fits."""
 
     launch: Launch
     layout: InstanceLayout
     parts: tuple[Figure, ...]
     conditions: tuple[Condition, ...]
-    cache_tokens: Figure
-    fractions: tuple[float, float] | None
+    cache_tokens: Figure  # per DP rank
+    fractions: tuple[float, float] | None  # the lowest and the highest memory fraction that would fit, or None
 
     @property
     def fits(self) -> bool:
@@ -140,11 +140,14 @@ def fit(config: ModelConfig, layout: InstanceLayout, precision: Precision, launc
         return [*parts.values(), *rooms, max(0.0, cache / per_token)]
 
     *figures, tokens = spread(compute, _DRAWS)
-    shown, rest = tuple(figures[: len(parts)]), iter(figures[len(parts) :])
-    for (name, part), figure in zip(parts.items(), shown, strict=True):
-        figure.name, figure.unit, figure.source = name, "B", getattr(part, "source", "")
+    named = tuple(figures[: len(parts)])
+    rest = iter(figures[len(parts) :])
+    for (name, part), figure in zip(parts.items(), named, strict=True):
+        figure.name = name
+        figure.unit = "B"
+        figure.source = getattr(part, "source", "")
     conditions = tuple(Condition(name, next(rest), next(rest), next(rest)) for name in names)
-    return Verdict(launch, layout, shown, conditions, tokens, (good[0], good[-1]) if good else None)
+    return Verdict(launch, layout, named, conditions, tokens, (good[0], good[-1]) if good else None)
 
 
 def asked(question: Asked, mesh: str, fraction: float | None = None, longest: int | None = None) -> Verdict:
@@ -190,13 +193,15 @@ def _judge(
     launch: Launch, share: float, parts: dict[str, float], per_token: int
 ) -> tuple[list[tuple[str, float, float]], float]:
     """Return ([(need, its bytes, bytes of its room), …], bytes of the cache)."""
-    device, rule = launch.device_bytes, RULES[launch.engine][0]
+    device = launch.device_bytes
+    rule = RULES[launch.engine][0]
     weights, step, graphs, outside = (parts[name] for name in ("weights", "step", "graphs", "outside"))
     captured = "captured graphs, in what the fraction leaves"
     if rule == STATIC:
         available = device - outside
         if "draft" in parts:
-            weights, step = weights - parts["draft"], step + parts["draft"] + graphs
+            weights = weights - parts["draft"]
+            step = step + parts["draft"] + graphs
         needed = weights + launch.prefill_tokens * per_token
         return [
             ("weights and the cache of one step of prompts", needed, available * share),
@@ -225,7 +230,7 @@ def _parts(config: ModelConfig, layout: InstanceLayout, precision: Precision, la
     """
     several = "driver, contexts, communication of several devices"
     driver = several if layout.devices > 1 else "driver, contexts, communication of one device"
-    found = {
+    sizes = {
         "weights": _weights(config, layout, precision, launch.engine, launch.mtp),
         "step": _step(config, layout, launch),
         "graphs": assumption("captured graphs") if launch.graphs else 0,
@@ -233,10 +238,10 @@ def _parts(config: ModelConfig, layout: InstanceLayout, precision: Precision, la
     }
     if launch.deepep:
         experts = config.n_routed_experts + layout.redundant
-        found["outside"] += 2 * 2 * _LOW_LATENCY_TOKENS * experts * config.hidden_size * 2
+        sizes["outside"] += 2 * 2 * _LOW_LATENCY_TOKENS * experts * config.hidden_size * 2
     if launch.mtp and RULES[launch.engine][0] == STATIC:
-        found["draft"] = found["weights"] - _weights(config, layout, precision, launch.engine, False)
-    return found
+        sizes["draft"] = sizes["weights"] - _weights(config, layout, precision, launch.engine, False)
+    return sizes
 
 
 def _weights(config: ModelConfig, layout: InstanceLayout, precision: Precision, engine: str, mtp: bool) -> int:
@@ -259,23 +264,27 @@ def _step(config: ModelConfig, layout: InstanceLayout, launch: Launch) -> float:
     Without DeepEP, DP ranks gather all tokens, and each device has rows for all of them; with DeepEP, about as many as its own tokens.
     If replicas share whole experts, an expert's inner width is not split.
     """
-    mesh, tokens, width = layout.mesh.stage, launch.prefill_tokens, config.hidden_size
-    own, heads = config.attention, config.num_attention_heads // mesh.tp_size
-    each = 2 * own.qk_head_dim + 2 * own.v_head_dim + own.qk_nope_head_dim + own.v_head_dim
+    mesh = layout.mesh.stage
+    tokens = launch.prefill_tokens
+    width = config.hidden_size
+    dims = config.attention
+    heads = config.num_attention_heads // mesh.tp_size
+    values_per_token = 2 * dims.qk_head_dim + 2 * dims.v_head_dim + dims.qk_nope_head_dim + dims.v_head_dim
     scores = 0
-    if own.indexer is not None:  # absorbed attention, and the indexer's float32 score for each token and position
-        each = 2 * own.latent_dim + own.qk_rope_head_dim + own.qk_head_dim + own.v_head_dim
+    if dims.indexer is not None:  # absorbed attention, and the indexer's float32 score for each token and position
+        values_per_token = 2 * dims.latent_dim + dims.qk_rope_head_dim + dims.qk_head_dim + dims.v_head_dim
         scores = 2 * tokens * launch.longest
     most = math.inf if launch.engine == "tensorrt-llm" else _MOST_EXPERT_TOKENS
     gathered = tokens if launch.deepep else min(tokens * mesh.dp_size, max(tokens, most))
     rows = min(gathered, most) * (config.num_experts_per_tok if config.is_moe else 0)
-    whole = mesh.dp_size > 1 and launch.engine in _WHOLE_EXPERTS
-    cut = mesh.tp_size if launch.deepep else mesh.expert_width_shards if whole else mesh.num_devices
+    has_whole_experts = mesh.dp_size > 1 and launch.engine in _WHOLE_EXPERTS
+    cut = mesh.tp_size if launch.deepep else mesh.expert_width_shards if has_whole_experts else mesh.num_devices
     experts = rows * (width + 3 * config.moe_intermediate_size // cut)
     stream = 4 * tokens * width + (2 * gathered * width if gathered > tokens else 0)
-    values = (max(tokens * heads * each + scores, experts) + stream) * BF16 + 3 * 4 * launch.sampled * config.vocab_size
+    values = max(tokens * heads * values_per_token + scores, experts) + stream
+    needed = values * BF16 + 3 * 4 * launch.sampled * config.vocab_size
     why = "the largest arrays of a prefill step; allocators keep more, and kernels reuse some"
-    return assumed(values, 0.6 * values, 2.0 * values, "step", why, "B")
+    return assumed(needed, 0.6 * needed, 2.0 * needed, "step", why, "B")
 
 
 def show(verdict: Verdict, name: str, device: str) -> str:

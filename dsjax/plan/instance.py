@@ -21,7 +21,7 @@ from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.measured_step import MeasuredStep
 from dsjax.plan.memory import Memory, memory
 from dsjax.plan.moves import fullest_stage, hand_over
-from dsjax.plan.operator_tables import kept as kept_in
+from dsjax.plan.operator_tables import cached_in
 from dsjax.plan.program import refusal, time_refusal
 from dsjax.plan.step import MODULE, WAITING, StepModel
 from dsjax.plan.step_basis import tables_of
@@ -32,11 +32,11 @@ _LADDER = sorted({*(2**i for i in range(12)), *(3 * 2**i for i in range(10))})
 
 
 class PricedStep(NamedTuple):
-    """Seconds of a step with the fastest `StepModel` that the options allow. waiting: seconds in which the device waits for launches."""
+    """Seconds of a step with the fastest `StepModel` that the options allow."""
 
     seconds: float
     model: StepModel
-    waiting: float
+    waiting: float  # seconds in which the device waits for launches
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Instance:
         if concurrency is not None:
             work = dataclasses.replace(work, concurrency=concurrency, rate=None)
         key = tables_of(self.options.operators)
-        known = self.steps.get("shared", {}).get(key)
-        if known is not None and cluster.hardware is self.cluster.hardware:
-            shared.setdefault(key, known)
+        priced = self.steps.get("shared", {}).get(key)
+        if priced is not None and cluster.hardware is self.cluster.hardware:
+            shared.setdefault(key, priced)
         key = ("steps", self.layout.unit, self.layout.mesh.pp_size)
         steps = shared.setdefault(key, {"shared": shared}) if concurrency is None else {}
         if cluster is self.cluster and "decode curve" in self.steps:
@@ -83,7 +83,8 @@ class Instance:
     @cached_property
     def memory(self) -> Memory:
         """The memory of one device."""
-        device, options = self.cluster.hardware.visible_bytes, self.options
+        device = self.cluster.hardware.visible_bytes
+        options = self.options
         launch = planned_launch(options, device, self.layout, math.ceil(self.workload.held))
         aside = set_aside(self.config, self.layout, options.precision, launch)
         about = (aside, options.drafts > 0, self.dry_runs, self.places_by_load)
@@ -99,7 +100,8 @@ class Instance:
     @property
     def places_by_load(self) -> bool:
         """Whether experts are rebalanced by load while serving. dsjax does not rebalance if pipeline stages span several processes."""
-        layout, engine = self.layout, self.options.engine
+        layout = self.layout
+        engine = self.options.engine
         apart = layout.mesh.pp_size > 1 and layout.devices > self.cluster.devices_per_host and engine.name == "dsjax"
         return engine.balances and not apart and layout.redundant > 0 and layout.expert_mesh.ep_size > 1
 
@@ -132,18 +134,20 @@ class Instance:
         most = min(self.max_batch, _LADDER[-1])
         return sorted({b for b in _LADDER if b <= most} | ({most} if most else set()))
 
-    @kept_in("steps")
+    @cached_in("steps")
     def step_models(self) -> list[StepModel]:
         """The step with and without two-batch overlap, as the options allow."""
-        options, engine = self.options, self.options.engine
-        own, about = engine.name == "dsjax", (self.config, self.cluster, self.layout.unit)
+        options = self.options
+        engine = options.engine
+        is_dsjax = engine.name == "dsjax"
+        about = (self.config, self.cluster, self.layout.unit)
         alike = {"shared": self.steps.setdefault("shared", {}), "balancing": self.places_by_load}
         if self.layout.experts:
             return [
                 ApartStep(*about, options, overlap=n > 1, micro_batches=n, **alike) for n in (1, options.afd_stages)
             ]
         choices = {"auto": (False, True), "on": (True,), "off": (False,)}[options.overlap]
-        if own:  # with --enable-dbo only; thresholds then choose the faster one
+        if is_dsjax:  # with --enable-dbo only; thresholds then choose the faster one
             choices = (False, True) if options.overlap == "on" else (False,)
         if self.layout.mesh.ep_size == 1 or not engine.overlaps:
             choices = (False,)
@@ -168,11 +172,11 @@ class Instance:
     def _decode(self, batch: float) -> PricedStep:
         batch = self.rows(batch)
         tokens = batch * (1 + self.options.drafts)
-        return self._priced(("decode", batch), lambda model: self._decode_parts(model, batch), tokens, True)
+        return self._priced(("decode", batch), lambda model: self._decode_parts(model, batch), tokens, decode=True)
 
     def _prefill(self, tokens: float, busy: float = 1.0) -> PricedStep:
         parts_of = lambda model: model.prefill_parts(tokens, busy=busy, **self._prompts)  # noqa: E731
-        return self._priced(("prefill", tokens, busy), parts_of, tokens, False)
+        return self._priced(("prefill", tokens, busy), parts_of, tokens, decode=False)
 
     def decode_step(self, batch: float) -> float:
         """Seconds of one decode step."""
@@ -215,14 +219,14 @@ class Instance:
             self.decode_step(float(max(self.max_batch, 1)))  # the step by which draws scale the curve
         return self.steps["decode curve"]
 
-    @kept_in("steps")
+    @cached_in("steps")
     def pace(self, decode: bool, halves: bool = False) -> float:
         """Return a dry run's timeline ÷ the estimate of the same step; 1 without a dry run, and for engines other than dsjax.
 
         halves: prefer dry runs of a step with two-batch overlap.
         """
-        known = (run for run in self.dry_runs if not time_refusal(run, self.options))
-        runs = [run for run in known if (run.step == "decode") == decode]
+        usable_runs = (run for run in self.dry_runs if not time_refusal(run, self.options))
+        runs = [run for run in usable_runs if (run.step == "decode") == decode]
         run = min(runs, key=lambda run: run.halves != halves, default=None)
         return drawn(run.timeline) / self.compiled_step(run) if run else 1.0
 
@@ -262,24 +266,27 @@ class Instance:
 
     def staged(self, step: float, tokens: float, decode: bool) -> float:
         """Seconds of a step through all stages. step: seconds of the whole model on the devices of one stage. tokens: of a DP rank."""
-        config, mesh, own = self.config, self.layout.mesh, self.options.engine.name == "dsjax"
+        config, mesh = self.config, self.layout.mesh
+        is_dsjax = self.options.engine.name == "dsjax"
         if mesh.pp_size == 1:
             return step
-        moved = hand_over(self.cluster, mesh, tokens, config.hidden_size, own)
+        hand_over_seconds = hand_over(self.cluster, mesh, tokens, config.hidden_size, is_dsjax)
         # A decode batch is rescheduled when its results arrive. With one batch per stage, nothing hides the host's time.
         host = assumption("host, decode, not overlapped") if decode else 0.0
-        return step * fullest_stage(config, mesh.pp_size, self.options.drafts > 0) + moved + host
+        return step * fullest_stage(config, mesh.pp_size, self.options.drafts > 0) + hand_over_seconds + host
 
-    @kept_in("steps")
+    @cached_in("steps")
     def decode_attention(self, batch: float) -> float:
         """Seconds of attention in all layers of a decode step."""
-        context, rows = self.workload.context, batch * (1 + self.options.drafts)
-        model, kinds = self.step_models()[0], kinds_of(self.config.layer_runs)
+        context = self.workload.context
+        rows = batch * (1 + self.options.drafts)
+        model = self.step_models()[0]
+        kinds = kinds_of(self.config.layer_runs)
         return sum(
             model.attention(rows, batch * context, context, True, kind.attention) * count for kind, count in kinds
         )
 
-    @kept_in("steps")
+    @cached_in("steps")
     def drafting(self, batch: float) -> float:
         """Return the seconds that drafting takes in a decode step."""
         if not self.options.drafts:

@@ -31,10 +31,7 @@ WINDOW = 1000
 
 @dataclass
 class LaunchCommand:
-    """Launch command of one instance of a service in another engine.
-
-    config: the configuration file that TensorRT-LLM reads besides its flags.
-    """
+    """Launch command of one instance of a service in another engine."""
 
     engine: str
     model: str
@@ -44,6 +41,7 @@ class LaunchCommand:
     devices: int
     flags: list[dict[str, str]] = field(default_factory=list)  # for each command, flag → value; `""` without one
     environment: dict[str, str] = field(default_factory=dict)  # variable → value
+    # the configuration file that TensorRT-LLM reads besides its flags
     config: dict[str, Any] = field(default_factory=dict)
     lacks: list[str] = field(default_factory=list)  # assumed by the estimate, not expressible in the command
 
@@ -59,7 +57,8 @@ class LaunchCommand:
 
     def commands(self) -> list[str]:
         """Return one shell line for each host of an instance, or one for all hosts; the shell fills in `FOR_SHELL`."""
-        about, lines = documented(self.engine), []
+        about = documented(self.engine)
+        lines = []
         variables = ["env", *(f"{name}={value}" for name, value in self.environment.items())]
         across = about.get("across_hosts") if self.hosts > 1 else None
         for flags in self.flags:
@@ -91,26 +90,27 @@ def launch(
     batch: running requests of a DP rank. tokens: prompt tokens of a DP rank in a step. role: `prefill and decode`, `prefill` or
     `decode`. instances: of the layout; each copy of the experts counts as an instance here.
     """
-    layout, cluster = instance.layout.unit, instance.cluster
+    layout = instance.layout.unit
+    cluster = instance.cluster
     hosts = math.ceil(layout.devices / cluster.devices_per_host)
-    made = LaunchCommand(engine, model, role, instances * instance.layout.mesh.expert_copies, hosts, layout.devices)
+    command = LaunchCommand(engine, model, role, instances * instance.layout.mesh.expert_copies, hosts, layout.devices)
     facts = facts_of(instance, batch, tokens, role) | FOR_SHELL
-    facts |= {"model": model, "hosts": hosts, "devices": made.devices, "file": made.file, "port": PORTS[role]}
-    whole = facts["ep"] == made.devices > 1
-    facts |= {"whole": whole, "deepep": whole and facts["dp"] > 1}
+    facts |= {"model": model, "hosts": hosts, "devices": command.devices, "file": command.file, "port": PORTS[role]}
+    is_whole_ep = facts["ep"] == command.devices > 1
+    facts |= {"whole": is_whole_ep, "deepep": is_whole_ep and facts["dp"] > 1}
     for rank in range(1 if "across_hosts" in documented(engine) else hosts):
         flags = written(engine, "flags", facts | {"rank": rank})
-        made.flags.append({flag: str(value) for flag, value in flags.items()})
-    made.environment = {name: str(value) for name, value in written(engine, "environment", facts).items()}
+        command.flags.append({flag: str(value) for flag, value in flags.items()})
+    command.environment = {name: str(value) for name, value in written(engine, "environment", facts).items()}
     for path, value in written(engine, "keys", facts).items():
         *above, last = path.split(".")
-        inside = made.config
+        inside = command.config
         for name in above:
             inside = inside.setdefault(name, {})
         inside[last] = value
     reason = unfit(engine, instance.layout, cluster.devices_per_host, cluster.hardware, instance.options.precision)
-    made.lacks = [*([reason] if reason else []), *said(engine, "lacks", facts), *said("any", "lacks", facts)]
-    return made
+    command.lacks = [*([reason] if reason else []), *said(engine, "lacks", facts), *said("any", "lacks", facts)]
+    return command
 
 
 def facts_of(instance: Instance, batch: float, step_tokens: float, role: str) -> dict[str, Any]:
@@ -119,15 +119,19 @@ def facts_of(instance: Instance, batch: float, step_tokens: float, role: str) ->
     Requests (`seqs`) and tokens are of a DP rank. share: fraction of a device's memory for weights and caches. free: fraction of the
     memory left by the weights for caches.
     """
-    work, memory, options, mesh = instance.workload, instance.memory, instance.options, instance.layout.unit.mesh
+    work, memory, options = instance.workload, instance.memory, instance.options
+    mesh = instance.layout.unit.mesh
     decodes, prefills = role != "prefill", role != "decode"
     longest = [
         (k.input.mean * (1 + 3 * k.input.variation), k.output.mean * (1 + 3 * k.output.variation)) for k in work.kinds
     ]
-    prompt, length = math.ceil(max(one for one, _ in longest)), math.ceil(max(map(sum, longest)))
+    prompt = math.ceil(max(one for one, _ in longest))
+    length = math.ceil(max(map(sum, longest)))
     seqs = max(1, math.ceil(batch if decodes else step_tokens / work.computed))
-    verified, tokens = seqs * (1 + options.drafts), math.ceil(step_tokens) * prefills
-    kept, weights = memory.device - memory.reserve, memory.weights_total
+    verified = seqs * (1 + options.drafts)
+    tokens = math.ceil(step_tokens) * prefills
+    usable = memory.device - memory.reserve
+    weights = memory.weights_total
     overlaps = (decodes and instance.overlapped(batch)) or (prefills and instance.halved(step_tokens))
     return {
         "config": instance.config,
@@ -154,8 +158,8 @@ def facts_of(instance: Instance, batch: float, step_tokens: float, role: str) ->
         "step_tokens": math.ceil(step_tokens),
         "tokens": tokens,
         "batched": max(verified, tokens + verified * decodes),
-        "share": math.floor(kept / memory.device * 100) / 100,
-        "free": max(0.01, math.floor((kept - weights) / (memory.device - weights) * 100) / 100),
+        "share": math.floor(usable / memory.device * 100) / 100,
+        "free": max(0.01, math.floor((usable - weights) / (memory.device - weights) * 100) / 100),
         "overlaps": not instance.layout.experts and overlaps,
     }
 
@@ -179,23 +183,24 @@ def unfit(engine: str, layout: InstanceLayout, host: int, hardware: Hardware, pr
     return f"{layout}: {reasons[0]}" if reasons else None
 
 
-def script(made: Mapping[str, Any], engine: str, launches: list[LaunchCommand], command: str) -> str:
+def script(planned: Mapping[str, Any], engine: str, launches: list[LaunchCommand], command: str) -> str:
     """Return a recipe as a shell script. `sh FILE.sh ROLE [HOST]` starts one host of an instance, `sh FILE.sh front` the router.
 
-    made: the recipe. command: the command that planned it.
+    planned: the recipe. command: the command that planned it.
     """
-    about, front = documented(engine), None
+    about = documented(engine)
+    front = None
     if (
         len(launches) > 1 and "front" in about
     ):  # the shell knows addresses of first hosts as $PREFILL_0, $DECODE_0 and so on
         urls = {
-            one.role: [f"${one.role.upper()}_{number}:{PORTS[one.role]}" for number in range(one.instances)]
-            for one in launches
+            launch.role: [f"${launch.role.upper()}_{number}:{PORTS[launch.role]}" for number in range(launch.instances)]
+            for launch in launches
         }
         front = template(about["front"]).render(urls=urls)
-    roles = [one.word for one in launches] if len(launches) > 1 else ["serve"]
+    roles = [launch.word for launch in launches] if len(launches) > 1 else ["serve"]
     usage = " | ".join([*(f"{role} [HOST]" for role in roles), *(["front"] if front else [])])
-    asks = "key" in about or any(KEY in flags.values() for one in launches for flags in one.flags)
-    given = {"about": about, "launches": launches, "front": front, "usage": usage, "asks": asks}
+    asks = "key" in about or any(KEY in flags.values() for launch in launches for flags in launch.flags)
+    variables = {"about": about, "launches": launches, "front": front, "usage": usage, "asks": asks}
     text = bundled_text("engines", "script.sh")
-    return template(text).render(command=command, notes=made["notes"], **given)
+    return template(text).render(command=command, notes=planned["notes"], **variables)

@@ -15,15 +15,12 @@ from sharding.mesh import MeshSpec
 
 @dataclass(frozen=True)
 class InstanceLayout:
-    """One instance of the engine: a mesh and its redundant experts.
-
-    experts: additional devices that hold only the routed experts (AFD); 0: the mesh's devices hold them.
-    """
+    """One instance of the engine: a mesh and its redundant experts."""
 
     mesh: MeshSpec
     redundant: int = 0
     fused: bool = False  # the shared expert is a routed one with a copy on each device
-    experts: int = 0
+    experts: int = 0  # additional devices that hold only the routed experts (AFD); 0: the mesh's devices hold them
 
     @cached_property
     def devices(self) -> int:
@@ -48,10 +45,10 @@ class InstanceLayout:
             return "one device"
         if mesh.dp_size == 1:
             return f"{experts}{mesh.tp_size}"
-        split = "etp" in mesh.axes
-        wide = f"×{'TP' if split else experts}{mesh.tp_size}" if mesh.tp_size > 1 else ""
-        name = f"DP{mesh.dp_size}{wide}" if wide or split else f"DEP{mesh.dp_size}"
-        name += f", ETP{mesh.etp_size}" if split else ""
+        is_split = "etp" in mesh.axes
+        wide = f"×{'TP' if is_split else experts}{mesh.tp_size}" if mesh.tp_size > 1 else ""
+        name = f"DP{mesh.dp_size}{wide}" if wide or is_split else f"DEP{mesh.dp_size}"
+        name += f", ETP{mesh.etp_size}" if is_split else ""
         return name if mesh.ep_size == mesh.num_devices else f"{name}, EP{mesh.ep_size}"
 
     @cached_property
@@ -62,8 +59,8 @@ class InstanceLayout:
         return self if self.experts else InstanceLayout(one, self.redundant, self.fused)
 
     def __str__(self) -> str:
-        beside = f", experts ep={self.experts}" if self.experts else ""
-        return f"{self.mesh}{beside}" + (f" +{self.redundant}" if self.redundant else "")
+        experts = f", experts ep={self.experts}" if self.experts else ""
+        return f"{self.mesh}{experts}" + (f" +{self.redundant}" if self.redundant else "")
 
 
 def fits(
@@ -109,14 +106,15 @@ def layouts(
     of_stages = ((pp, size) for pp in stages for size in instance_sizes(devices // pp, per_host) if pp * size in sizes)
     most = 2 * max(config.n_routed_experts, 1)
     meshes = (
-        (_mesh(size // tp, tp, ep, pp), 0)
+        _mesh(size // tp, tp, ep, pp)
         for pp, size in of_stages
-        for tp in _widths(config, size, 2 * per_host)
+        for tp in _divisors(size)
+        if config.head_groups % tp == 0 and tp <= 2 * per_host
         for ep in _divisors(size)
         if ep <= most
     )
-    kept = (one for one in meshes if one[0] is not None and (copies or one[0].expert_copies == 1))
-    return with_redundancy(config, kept, redundant, **blocks)
+    usable = ((mesh, 0) for mesh in meshes if mesh is not None and (copies or mesh.expert_copies == 1))
+    return with_redundancy(config, usable, redundant, **blocks)
 
 
 def with_redundancy(
@@ -142,11 +140,6 @@ def _mesh(dp: int, tp: int, ep: int, pp: int) -> MeshSpec | None:
         return MeshSpec(dp_size=dp, tp_size=tp, ep_size=ep, pp_size=pp)
     except MeshError:
         return None
-
-
-def _widths(config: ModelConfig, devices: int, most: int) -> list[int]:
-    """Sizes of `tp` that divide the devices and the heads."""
-    return [tp for tp in _divisors(devices) if config.head_groups % tp == 0 and tp <= most]
 
 
 def _redundancies(logical: int, ep: int, wanted: int | None) -> list[int]:

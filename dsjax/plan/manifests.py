@@ -82,32 +82,37 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
     Raises:
         UserError: `dsjax serve` cannot run it, because prefill and decode are disaggregated and not on one host.
     """
-    made, cluster = recipe(model, question, candidate), question.cluster
-    experts = [service for service in made["services"] if service["role"] == "experts"]
-    refuse("folder", many=len(made["services"]) > 1 and made["one_process"] is None, experts=experts)
-    service = made["one_process"] or made["services"][0]
-    pods, start, engines = _pods(cluster, service), service["cold_start_s"], service["instances"]
+    planned = recipe(model, question, candidate)
+    cluster = question.cluster
+    experts = [service for service in planned["services"] if service["role"] == "experts"]
+    refuse("folder", many=len(planned["services"]) > 1 and planned["one_process"] is None, experts=experts)
+    service = planned["one_process"] or planned["services"][0]
+    pods = _pods(cluster, service)
+    start = service["cold_start_s"]
+    engines = service["instances"]
     hosts, devices, options = pods["hosts"], pods["devices"], service["options"]
-    said, images, files = [f"Note: {note}" for note in made["notes"]], ["dsjax"], {}
+    notes = [f"Note: {note}" for note in planned["notes"]]
+    images = ["dsjax"]
+    files = {}
     if pods["domain"]:
         files[DOMAIN_FILE] = fill(DOMAIN_FILE, name="dsjax", nodes=engines * hosts)
     if experts:
         images.append("dsjax-experts")
         options = options | _where_experts_are(experts)
         files[EXPERTS_FILE] = _expert_pods(cluster, experts)
-        said.insert(
+        notes.insert(
             0,
             f"Beside each engine, which has attention: {len(experts)} process{'es' * (len(experts) > 1)} with experts ({EXPERTS_FILE}) of "
             f"{experts[0]['devices_each']} devices each.",
         )
     for key, value in _label_of(cluster).items() if cluster.hardware.key not in _TPU else ():
-        said.append(f"Nodes with {cluster.hardware.name} must say so: kubectl label node NAME {key}={value}")
+        notes.append(f"Nodes with {cluster.hardware.name} must say so: kubectl label node NAME {key}={value}")
     files["kustomization.yaml"] = fill(
         "overlay.yaml",
         command=command,
         about=f"{cluster.description}: {engines} engine{'s' * (engines > 1)} of {hosts} host{'s' * (hosts > 1)} with {devices} devices "
         f"each; weights are read in about {start['value']:,.0f} s [{start['low']:,.0f} … {start['high']:,.0f}].",
-        notes=said,
+        notes=notes,
         resources=[base, *files],
         images=[{"name": name, "newName": "dsjax", "newTag": cluster.hardware.platform} for name in images],
         replicas=engines,
@@ -138,7 +143,7 @@ def write_overlay(folder: Path, model: str, question: Question, candidate: Candi
 
 def _where_experts_are(experts: list[dict[str, Any]]) -> dict[str, str]:
     """Return options of the attention process: the addresses of its experts, and how long a step waits for one to come back."""
-    wait = math.ceil(max(one["cold_start_s"]["high"] for one in experts)) + _START_SECONDS
+    wait = math.ceil(max(expert["cold_start_s"]["high"] for expert in experts)) + _START_SECONDS
     waits = {"--start-timeout": str(wait), "--step-timeout": str(wait + _START_SECONDS)}
     return {"--afd-address": _addresses("$(AFD_GROUP)", len(experts)), **waits}
 
@@ -150,7 +155,8 @@ def _addresses(group: int | str, processes: int) -> str:
 
 def _expert_pods(cluster: Cluster, experts: list[dict[str, Any]]) -> str:
     """Return the manifest of all instances' expert processes: one StatefulSet per instance, which that instance's group calls."""
-    one, processes = experts[0], len(experts)
+    one = experts[0]
+    processes = len(experts)
     options = {flag: value for flag, value in one["options"].items() if flag != "--afd-server-rank"}
     rank = {"--afd-server-rank": "$(AFD_RANK)"} if processes > 1 else {}
     groups = [options | {"--afd-address": _addresses(group, processes)} | rank for group in range(one["instances"])]
@@ -194,9 +200,9 @@ def pods_of(platform: str, hosts: int, devices: int, rdma: bool, domain: bool) -
 def _pod_resources(platform: str, devices: int, rdma: bool = False, domain: bool = False) -> dict[str, Any]:
     """Return a pod's requests: devices, host memory and cores; network cards, as a device plugin offers them; a ComputeDomain's channel."""
     kind = "google.com/tpu" if platform == "tpu" else "nvidia.com/gpu"
-    given = {kind: str(devices)} | ({"rdma/ib": "1"} if rdma else {})
+    limits = {kind: str(devices)} | ({"rdma/ib": "1"} if rdma else {})
     host = {"cpu": str(4 + 2 * devices), "memory": f"{_HOST_MEMORY + devices * _DEVICE_MEMORY}Gi"}
-    return {"requests": host | given, "limits": given} | (
+    return {"requests": host | limits, "limits": limits} | (
         {"claims": [{"name": "compute-domain-channel"}]} if domain else {}
     )
 
@@ -218,8 +224,8 @@ def _node_selector(cluster: Cluster, devices: int) -> dict[str, str]:
 
 def _label_of(cluster: Cluster) -> dict[str, str]:
     """Return the label that separates decode nodes from prefill nodes if a cluster has two kinds of GPUs."""
-    others = cluster.prefill is not None and cluster.prefill.hardware.key != cluster.hardware.key
-    return {"dsjax-device": cluster.hardware.key} if others else {}
+    has_two_kinds = cluster.prefill is not None and cluster.prefill.hardware.key != cluster.hardware.key
+    return {"dsjax-device": cluster.hardware.key} if has_two_kinds else {}
 
 
 def checkpoint_bytes(candidate: Candidate) -> float:
@@ -241,10 +247,12 @@ def planned_graph(name: str, model: str, question: Question, candidate: Candidat
         UserError: the operator cannot place it (no NVIDIA GPUs, or AFD expert processes, which are not workers), or its pods cannot
             download the model.
     """
-    repository, cluster, work = REPOSITORIES.get(model, model), question.cluster, question.workload
+    repository = REPOSITORIES.get(model, model)
+    cluster = question.cluster
+    work = question.workload
     local = not _REPOSITORY.fullmatch(repository) or Path(model).exists()
-    made = recipe(model, question, candidate)
-    refuse("graph", local=local, model=model, roles=[one["role"] for one in made["services"]], cluster=cluster)
+    planned = recipe(model, question, candidate)
+    refuse("graph", local=local, model=model, roles=[one["role"] for one in planned["services"]], cluster=cluster)
     sides = [
         {
             "kind": service["role"] if service["role"] in ("prefill", "decode") else "worker",
@@ -252,9 +260,9 @@ def planned_graph(name: str, model: str, question: Question, candidate: Candidat
             "workers": service["instances"],
             **_pods((service["role"] == "prefill" and cluster.prefill) or cluster, service),
         }
-        for service in made["services"]
+        for service in planned["services"]
     ]
-    about = [command, cluster.description, *(f"Note: {note}" for note in made["notes"])]
+    about = [command, cluster.description, *(f"Note: {note}" for note in planned["notes"])]
     return graph(name, about, repository, sides, volume(candidate), round(work.input.mean), round(work.output.mean))
 
 
@@ -263,21 +271,24 @@ def graph(name: str, about: list[str], model: str, sides: list[dict[str, Any]], 
 
     Args:
         name: of the deployment; its frontend's service is `NAME-frontend`, port 8000.
-        about: comments at the top. model: the Hugging Face repository. volume: size of the model's volume, such as `800Gi`.
+        about: comments at the top.
+        model: the Hugging Face repository.
+        volume: size of the model's volume, such as `800Gi`.
         sides: `pods_of` each, with `kind` (Dynamo's types: `worker`, which does both, or `prefill` and `decode`), `workers` (engines)
             and the `options` of `dsjax dynamo`.
         lengths: prompt and output tokens of the benchmark's requests.
     """
     folder = f"/models/{model.rpartition('/')[2].lower()}"
     for side in sides:
-        given = {"--model": folder, "--served-model-name": model, "--shutdown-timeout": "600", **side["options"]}
+        options = {"--model": folder, "--served-model-name": model, "--shutdown-timeout": "600", **side["options"]}
         if side["kind"] != "worker":  # the other side's workers are on other hosts
-            given |= {"--disaggregation-mode": side["kind"], "--transfer-host": "$(POD_IP)"}
-        side["args"] = _words(given)
+            options |= {"--disaggregation-mode": side["kind"], "--transfer-host": "$(POD_IP)"}
+        side["args"] = _words(options)
     devices = sum(side["workers"] * side["hosts"] * side["devices"] for side in sides)
     nodes = sum(side["workers"] * side["hosts"] for side in sides if side["domain"])
-    given = {"name": name, "about": about, "model": model, "folder": folder, "volume": volume, "sides": sides}
-    return fill("dynamo.yaml", **given, devices=devices, nodes=nodes, input_tokens=lengths[0], output_tokens=lengths[1])
+    values = {"name": name, "about": about, "model": model, "folder": folder, "volume": volume, "sides": sides}
+    values |= {"devices": devices, "nodes": nodes, "input_tokens": lengths[0], "output_tokens": lengths[1]}
+    return fill("dynamo.yaml", **values)
 
 
 def deployment_name(file: Path) -> str:

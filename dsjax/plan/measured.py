@@ -23,7 +23,7 @@ FORMAT = "dsjax modules 1"
 _WIDTHS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
     "qk_rope_head_dim", "v_head_dim", "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group",
-    "topk_group",
+    "topk_group", "head_dim", "o_groups", "o_lora_rank", "sliding_window", "hc_mult",
 )  # fmt: skip
 
 
@@ -133,29 +133,33 @@ class Measured(msgspec.Struct, frozen=True, eq=False):
         verify: decode rows with drafts; uses rows with the same number of drafts if the file has them, else rows of one token. Contexts
         are rounded up to whole blocks, as the model reads them. applications, loops: as in `seconds`.
         """
-        decode = verify or chunk == 1
+        is_decode = verify or chunk == 1
         found = self.of("attention", f"{form} verify", chunk=chunk) if verify else []
         if verify and not found:
-            rows, chunk = rows * chunk, 1
-        found = found or self.of("attention", f"{form} {'decode' if decode else 'prefill'}")
+            rows = rows * chunk
+            chunk = 1
+        found = found or self.of("attention", f"{form} {'decode' if is_decode else 'prefill'}")
         if not found:
             return None
-        size, at = ("rows", rows) if decode else ("chunk", chunk)
-        points, outside = {}, False
+        size, at = ("rows", rows) if is_decode else ("chunk", chunk)
+        points = {}
+        is_outside = False
         for number in sorted({row.sizes[size] for row in found}):
             same = [row for row in found if row.sizes[size] == number]
             contexts = {_reach(r.sizes["context"] + r.sizes["chunk"], r.sizes["block"]): r.ends for r in same}
             points[number], beyond = _at(contexts, _reach(cached + chunk, same[0].sizes["block"]))
-            outside |= beyond
+            is_outside |= beyond
         seconds, beyond = _at(points, at)
         # The cost of a loop does not depend on the tokens, and is measured best with few of them.
         once = min(found, key=lambda row: (row.sizes[size], row.sizes["context"])).once_s
-        return self._figure("attention", seconds * applications + once * loops, beyond or outside)
+        return self._figure("attention", seconds * applications + once * loops, beyond or is_outside)
 
     def _figure(self, module: str, ends: np.ndarray, beyond: bool) -> float:
-        name, kinds = f"{module}, measured", Kind.MEASURED
+        name = f"{module}, measured"
+        kinds = Kind.MEASURED
         if beyond:
-            name, kinds = f"{name}, and beyond what was timed", Kind.MEASURED | Kind.ASSUMPTION
+            name = f"{name}, and beyond what was timed"
+            kinds = Kind.MEASURED | Kind.ASSUMPTION
         source = f"{self.path}: {self.date}, {self.device.name}{', interrupted' * self.partial}"
         return drawn(Figure(*ends.tolist(), kinds, name=name, unit="s", source=source))
 
@@ -219,18 +223,15 @@ class _Network(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class MeasuredNetwork:
-    """Collective times of a file as curves, for `Cluster.measured`.
-
-    curves: (collective, whether its groups span hosts) → curves for each number of ranks. inside_host, between_hosts: factors on the
-    measured bandwidth; latency: divisor of the measured latency (`Cluster.scaled`).
-    """
+    """Collective times of a file as curves, for `Cluster.measured`."""
 
     source: str  # the file, its date and device
     device: _Device
+    # (collective, whether its groups span hosts) → curves for each number of ranks
     curves: Mapping[tuple[str, bool], Sequence[CollectiveCurves]]
-    inside_host: float = 1.0
-    between_hosts: float = 1.0
-    latency: float = 1.0
+    inside_host: float = 1.0  # factor on the measured bandwidth
+    between_hosts: float = 1.0  # factor on the measured bandwidth
+    latency: float = 1.0  # divisor of the measured latency (`Cluster.scaled`)
 
     def scaled(self, resource: str, factor: float) -> MeasuredNetwork:
         """Scale one of the planner's resources by a factor."""
@@ -264,15 +265,15 @@ class MeasuredNetwork:
         return drawn(Figure(value, min(low, value), max(high, value), kinds, name=name, unit="s", source=self.source))
 
 
-def read_network(path: str | Path, option: str = "--network") -> MeasuredNetwork:
-    """Read a file of `dsjax bench network --json`, given with `option`.
+def read_network(path: str | Path) -> MeasuredNetwork:
+    """Read a file of `dsjax bench network --json`, given with `--network`.
 
     Raises:
         UserError: the file cannot be read, is of another kind, lacks fields, or is from a run that received wrong data.
     """
-    found = read_json(option, path, _Network, "dsjax bench network --json")
+    found = read_json("--network", path, _Network, "dsjax bench network --json")
     if any(row.correct is False for row in found.rows):
-        raise UserError(f"{option} {path}: data arrived wrong in that run (correct: false); repair the network first")
+        raise UserError(f"--network {path}: data arrived wrong in that run (correct: false); repair the network first")
     timed: dict[tuple[str, bool], dict[int, dict[float, tuple[float, float, float]]]] = {}
     for row in found.rows:
         sizes = timed.setdefault((row.collective, row.between_hosts), {}).setdefault(row.ranks, {})

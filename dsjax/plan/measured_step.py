@@ -46,15 +46,16 @@ class MeasuredStep(StepModel):
         """Return no parts: with greedy sampling, dsjax makes the drafts in the step's own program, whose launch is measured."""
         return {}
 
-    def attention(self, tokens: float, read: float, context: float, decode: bool, kind: str = "mla") -> float:
+    def attention(self, tokens: float, tokens_read: float, context: float, decode: bool, kind: str = "mla") -> float:
         """Seconds of attention in one layer, projections included if measured; else the published time."""
-        full_width = self.layout.mesh.tp_size == 1
-        measured = self._attention(tokens, read, context, decode, 1, 0) if full_width and context > 0 else None
-        return measured or super().attention(tokens, read, context, decode, kind)
+        is_timed = self.layout.mesh.tp_size == 1 and context > 0
+        measured = self._attention(tokens, tokens_read, context, decode, 1, 0) if is_timed else None
+        return measured or super().attention(tokens, tokens_read, context, decode, kind)
 
     def parts(self, work: LayersWork, halved: bool = False) -> dict[str, float]:
         """Seconds of the layers' parts: measured ones replace published ones."""
-        parts, moe_layers = super().parts(work, halved), work.layers - work.dense
+        parts = super().parts(work, halved)
+        moe_layers = work.layers - work.dense
         measured: dict[str, float | None] = {}
         if self.layout.mesh.tp_size == 1:
             stacks = (work.dense > 0) + (moe_layers > 0)
@@ -77,16 +78,16 @@ class MeasuredStep(StepModel):
         return self.measured.seconds(name, tokens, applications=applications, loops=loops, **sizes)
 
     def _attention(
-        self, tokens: float, read: float, context: float, decode: bool, layers: int, stacks: int
+        self, tokens: float, tokens_read: float, context: float, decode: bool, layers: int, stacks: int
     ) -> float | None:
         """Return the seconds of attention in `layers` layers of `stacks` stacks; other arguments as in `attention`."""
         counts = {"applications": layers, "loops": stacks}
         if decode:
-            rows = read / context if context else tokens
+            rows = tokens_read / context if context else tokens
             width = round(tokens / rows)
             return self.measured.attention(DECODE_FORM, rows, width, context, verify=width > 1, **counts)
-        prompt = mean_prompt(tokens, read, context)
-        cached = read / tokens * prompt
+        prompt = mean_prompt(tokens, tokens_read, context)
+        cached = tokens_read / tokens * prompt
         timed_chunks = [row.sizes["chunk"] for row in self.measured.of("attention", f"{PREFILL_FORM} prefill")]
         chunk = min(prompt, tokens, max(timed_chunks, default=tokens))
         seconds = self.measured.attention(PREFILL_FORM, 1, chunk, cached + (prompt - chunk) / 2, **counts)
@@ -111,7 +112,9 @@ class MeasuredStep(StepModel):
 
     def _routed_experts(self, rank_tokens: float, layers: int) -> float | None:
         """Seconds of the busiest rank's experts, interpolated between even and skewed routing by the planned skew."""
-        config, mesh, top_k = self.config, self.layout.mesh, self.config.num_experts_per_tok
+        config = self.config
+        mesh = self.layout.mesh
+        top_k = config.num_experts_per_tok
         slots = (config.n_routed_experts + self.layout.redundant) // mesh.ep_size
 
         def weight_reads(tokens: float) -> float:
@@ -136,7 +139,7 @@ class MeasuredStep(StepModel):
 
     def overhead(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
         """Seconds of the launch, the step's integers and the embedding, if measured."""
-        launch = self._module("launch", rows, 1, 0)
+        launch = self._module("launch", rows, applications=1, loops=0)
         if launch is None:
             return super().overhead(tokens, rows, decode)
         inputs = self._module("inputs", tokens, 1, variant="")

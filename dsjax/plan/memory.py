@@ -17,7 +17,7 @@ from dsjax.model.stage import stages_of
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.figure import assumed
 from dsjax.plan.layout import InstanceLayout
-from dsjax.plan.precision import Precision, bytes_of
+from dsjax.plan.precision import Precision, matrix_bytes
 
 
 @dataclass(frozen=True)
@@ -43,40 +43,43 @@ def stage_shares(
     `tp` splits the per-head matrices, the MLP and shared-expert widths and the vocabulary. Every device holds the whole latent projections,
     router and norms.
     """
-    mesh, width, shares = layout.mesh, config.hidden_size, []
-    tp, shards, counts = mesh.tp_size, mesh.expert_width_shards, parameter_counts(config)
+    mesh = layout.mesh
+    width = config.hidden_size
+    shares = []
+    tp, shards = mesh.tp_size, mesh.expert_width_shards
+    counts = parameter_counts(config)
     for stage in stages_of(config, mesh.pp_size, mtp=mtp):
         part = stage.config(config) if mesh.pp_size > 1 else config
-        drafts = mtp and stage.ends
+        drafts = mtp and stage.is_last
         modules = config.num_nextn_predict_layers if drafts else 0
         kinds = [kind for run in part.layer_runs for kind in run.kinds * run.count] + [config.mtp_kind] * modules
         layers = len(kinds)
         attention = 0
         for kind, count in Counter(kind.attention for kind in kinds).items():
-            matrices, others = attention_matrices(config, tp, kind)
-            attention += count * (bytes_of(matrices, precision.linear) + (others + 2 * width) * 2)
+            matrices, other_parameters = attention_matrices(config, tp, kind)
+            attention += count * (matrix_bytes(matrices, precision.linear) + (other_parameters + 2 * width) * 2)
         residual, at_end = residual_parameters(config)
         hashed = sum(kind.mlp == "hash" for kind in kinds)
         moe = layers - part.num_dense_layers if part.is_moe else 0
-        chosen = hashed * counts.get("hash_table", 0) + (moe - hashed) * router_bias_parameters(config)
+        selection = hashed * counts.get("hash_table", 0) + (moe - hashed) * router_bias_parameters(config)
         slots = (part.n_routed_experts + layout.redundant) // mesh.ep_size if part.is_moe and not layout.experts else 0
         shared = part.n_shared_experts * config.moe_intermediate_size // (shards if layout.fused else tp)
-        embedded = stage.begins or (stage.ends and (mtp or config.tie_word_embeddings))
-        vocabulary = counts["embedding"] * embedded + counts["head"] * stage.ends
+        embedded = stage.is_first or (stage.is_last and (mtp or config.tie_word_embeddings))
+        vocabulary = counts["embedding"] * embedded + counts["head"] * stage.is_last
         sizes = {
             "attention": attention,
-            "hyper-connections": 4 * (layers * residual + (stage.ends + modules) * at_end),
+            "hyper-connections": 4 * (layers * residual + (stage.is_last + modules) * at_end),
             "dense MLP": (layers - moe) * _mlp(width, config.intermediate_size // tp, precision, precision.mlp),
             "experts": moe * slots * expert_bytes(config, shards, precision),
             "shared experts": moe * _mlp(width, shared, precision, precision.mlp),
-            "router": moe * counts["router"] * 2 + 4 * chosen,
-            "embedding and head": vocabulary * 2 // tp + width * 2 * stage.ends,
+            "router": moe * counts["router"] * 2 + 4 * selection,
+            "embedding and head": vocabulary * 2 // tp + width * 2 * stage.is_last,
             "MTP projection and norms": modules * (2 * width * width + 3 * width) * 2,
         }
-        held = {name: size for name, size in sizes.items() if size}
+        nonzero = {name: size for name, size in sizes.items() if size}
         token, window = (size(part, precision, drafts) for size in (cache_bytes_per_token, window_page_bytes))
         token = token / (1 - KEPT_WINDOWS) if window else token
-        shares.append(StageShare(part, held, token, HELD_WINDOWS * window))
+        shares.append(StageShare(part, nonzero, token, HELD_WINDOWS * window))
     return shares
 
 
@@ -101,7 +104,8 @@ def expert_bytes(config: ModelConfig, shards: int, precision: Precision) -> int:
 
 
 def _mlp(width: int, hidden: int, precision: Precision, itemsize: float) -> int:
-    return bytes_of([(width, hidden), (width, hidden), (hidden, width)], itemsize, precision.packed) if hidden else 0
+    shapes = [(width, hidden), (width, hidden), (hidden, width)] if hidden else []
+    return matrix_bytes(shapes, itemsize, precision.packed)
 
 
 def cache_bytes_per_token(config: ModelConfig, precision: Precision, mtp: bool = False) -> int:
@@ -109,16 +113,18 @@ def cache_bytes_per_token(config: ModelConfig, precision: Precision, mtp: bool =
 
     For DeepSeek-V4: the bytes that one more token of context adds, without window pages.
     """
-    layers = config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
-    groups = precision.cache_groups(config, range(layers))
-    return sum(group.page_bytes for group in groups if group.table == "context") // config.page_tokens
+    return _page_bytes("context", config, precision, mtp) // config.page_tokens
 
 
 def window_page_bytes(config: ModelConfig, precision: Precision, mtp: bool = False) -> int:
     """Return the bytes of a window page of DeepSeek-V4; 0 for other models. A request of any length holds two or more of these pages."""
+    return _page_bytes("window", config, precision, mtp)
+
+
+def _page_bytes(table: str, config: ModelConfig, precision: Precision, mtp: bool) -> int:
     layers = config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
     groups = precision.cache_groups(config, range(layers))
-    return sum(group.page_bytes for group in groups if group.table == "window")
+    return sum(group.page_bytes for group in groups if group.table == table)
 
 
 @dataclass(frozen=True)
@@ -173,16 +179,17 @@ def memory(
     """
     if layout.experts:
         experts = {"experts": expert_side_bytes(config, layout, precision, mtp)}
-        beside = Memory(experts, aside, device_bytes, 1)
-        if beside.cache <= 0:
-            return beside
-    reserve, stages = _set_aside(device_bytes, aside, dry_runs), layout.mesh.pp_size
+        expert_memory = Memory(experts, aside, device_bytes, 1)
+        if expert_memory.cache <= 0:
+            return expert_memory
+    reserve = _set_aside(device_bytes, aside, dry_runs)
+    stages = layout.mesh.pp_size
     staging = 0
     if balanced and not layout.experts:
         slots = (config.n_routed_experts + layout.redundant) // layout.mesh.ep_size
         staging = slots * expert_bytes(config, layout.mesh.expert_width_shards, precision)
     # A stage caches one batch for every stage.
-    each = [
+    stages_memory = [
         Memory(
             share.weights,
             reserve + staging * share.config.is_moe,
@@ -192,7 +199,7 @@ def memory(
         )
         for share in stage_shares(config, layout, precision, mtp)
     ]
-    return min(each, key=lambda one: one.cache_tokens)
+    return min(stages_memory, key=lambda stage_memory: stage_memory.cache_tokens)
 
 
 def _set_aside(device_bytes: int, usual: float, dry_runs: tuple[DryRun, ...]) -> float:
@@ -202,8 +209,8 @@ def _set_aside(device_bytes: int, usual: float, dry_runs: tuple[DryRun, ...]) ->
     """
     if not dry_runs:
         return usual
-    run = max(dry_runs, key=lambda one: one.temporaries)
+    run = max(dry_runs, key=lambda dry_run: dry_run.temporaries)
     ends = (share * device_bytes for share in (0.02, 0.01, 0.05))
     unseen = assumed(*ends, "runtime, communication buffers, fragmentation", "what a compiler does not see", "B")
     temporaries = run.temporaries + unseen
-    return temporaries if len({one.step for one in dry_runs}) == 2 else max(temporaries, usual)
+    return temporaries if len({dry_run.step for dry_run in dry_runs}) == 2 else max(temporaries, usual)

@@ -23,18 +23,14 @@ from sharding.mesh import MeshSpec
 
 @dataclass(frozen=True)
 class AfdExchange:
-    """Seconds of one exchange: on the links each way, of the host starting the copies each way, and of the host launching a program.
-
-    begin_back includes the wait for other attention processes' answers. one_call: rows and answers are one call over a connection, which
-    carries one call at a time.
-    """
+    """Seconds of one exchange: on the links each way, of the host starting the copies each way, and of the host launching a program."""
 
     there: float
     back: float
     begin_there: float = 0.0
-    begin_back: float = 0.0
+    begin_back: float = 0.0  # including the wait for other attention processes' answers
     launch: float = 0.0
-    one_call: bool = False
+    one_call: bool = False  # rows and answers are one call over a connection, which carries one call at a time
 
 
 def in_one_process(attention: Cluster, experts: Cluster, devices: int) -> bool:
@@ -82,7 +78,7 @@ def afd_exchange(
 def connection(sender: Cluster, receiver: Cluster) -> tuple[float, float]:
     """Return ``(bytes per second, fixed seconds of a message)`` of a connection between processes of two hosts, through host memory."""
     rate = min(
-        assumption("bytes a second of the connection"), *(one.network_gbps * 1e9 / 8 for one in (sender, receiver))
+        assumption("bytes a second of the connection"), *(side.network_gbps * 1e9 / 8 for side in (sender, receiver))
     )
     return rate, assumption("a message, fixed part") + network_latency(sender)
 
@@ -100,21 +96,24 @@ def fullest_stage(config: ModelConfig, stages: int, mtp: bool = False) -> float:
     """Work of the largest stage ÷ the mean of all stages."""
     work, last_stage_work = layer_work(config, mtp)
     stage_work = [
-        sum(work[stage.first : stage.first + stage.layers]) + (last_stage_work if stage.ends else 0)
+        sum(work[stage.first : stage.first + stage.layers]) + (last_stage_work if stage.is_last else 0)
         for stage in stages_of(config, stages, mtp=mtp)
     ]
     return max(stage_work) * stages / sum(stage_work)
 
 
-def hand_over(cluster: Cluster, mesh: MeshSpec, tokens: float, width: int, own: bool = False) -> float:
+def hand_over(cluster: Cluster, mesh: MeshSpec, tokens: float, width: int, is_dsjax: bool = False) -> float:
     """Return the seconds to pass a step's hidden states from the first stage to the last; each device sends those of its DP rank.
 
-    own: as in dsjax, where each process sends the hidden states of all DP ranks to the next process over one connection.
+    is_dsjax: as in dsjax, where each process sends the hidden states of all DP ranks to the next process over one connection.
     """
-    size, hops, between, crossing = tokens * width * BF16, mesh.pp_size - 1, 0, 0.0
+    size = tokens * width * BF16
+    hops = mesh.pp_size - 1
+    between = 0
+    crossing = 0.0
     share = assumption("copies between stages, share of a link")
     fixed = assumption("a copy between stages, fixed part")
-    if own:
+    if is_dsjax:
         between = -(-mesh.num_devices // cluster.devices_per_host) - 1
         rate, message = connection(cluster, cluster)
         crossing = size * mesh.dp_size / rate + message

@@ -62,23 +62,28 @@ def deepep_exchange(
     """
     if ranks == 1:
         return 0.0
-    hardware, top_k, domains = cluster.hardware, config.num_experts_per_tok, cluster.domains_of(ranks)
+    hardware = cluster.hardware
+    top_k = config.num_experts_per_tok
+    domains = cluster.domains_of(ranks)
     tabled = hardware.operators or hardware.key
     curve = operators.deepep(tabled, combine, low_latency)
     # Rows of a token that leave a device, that leave it with the table's 8 ranks, over the fast link, and between domains.
     if low_latency:
-        name, timed_on, near = "low-latency kernels in one host", tabled, min(cluster.domain, ranks)
+        name, timed_on = "low-latency kernels in one host", tabled
+        near = min(cluster.domain, ranks)
         shares = (1 - 1 / ranks, 7 / 8, (near - 1) / ranks, 1 - near / ranks)
         rows, usual, inside, away = (top_k * share for share in shares)
     else:
         name, timed_on = "normal kernels in one host", NORMAL_DEVICE
         rows, usual = (n * (1 - (1 - 1 / n) ** top_k) * (1 - 1 / n) for n in (ranks, 8))
         hosts = hosts_of_a_token(top_k, domains, (config.n_group, config.topk_group)) if domains > 1 else 0.0
-        inside, away = rows, hosts * (1 - 1 / domains)
+        inside = rows
+        away = hosts * (1 - 1 / domains)
     if curve and domains == 1 and hardware.same_die and hardware.key != "h800" and tabled in operators.devices:
         # From a table of 8 ranks of a host: the fixed part stays, the rest scales with the link.
         faster = hardware.scale_up_bandwidth / operators.device(timed_on).scale_up_bandwidth
-        share, fixed = row_bytes / ROW_BYTES[combine] * rows / usual / faster, curve.seconds[0]
+        share = row_bytes / ROW_BYTES[combine] * rows / usual / faster
+        fixed = curve.seconds[0]
         time = max(0.0, curve(tokens) - fixed) * share * slowest + fixed
         return measured(1.0, 0.93, 1.07, name, AICONFIGURATOR) * time
     known = {} if known is None else known
@@ -96,10 +101,10 @@ def deepep_exchange(
 
 def exchanged_rows(method: str, tokens: float, top_k: int, ranks: int, overlapped: bool = False) -> float:
     """Return the rows from a device to each other rank: all its rows (`gather`), those needed (`ragged`), or the default capacity."""
-    whole = max(1, math.ceil(tokens))
+    whole_tokens = max(1, math.ceil(tokens))
     if method == "ragged":
         return even_routing_rows(tokens, top_k, ranks)
-    return float(whole if method == "gather" else default_capacity(whole, top_k, ranks, overlapped))
+    return float(whole_tokens if method == "gather" else default_capacity(whole_tokens, top_k, ranks, overlapped))
 
 
 def own_exchange(
@@ -123,22 +128,27 @@ def own_exchange(
     """
     if ranks * sharing == 1:
         return 0.0
-    ragged, whole, of = method == "ragged", max(1, math.ceil(tokens)), ranks * sharing
-    each = exchanged_rows("ragged" if method == "even" else method, tokens, top_k, ranks, overlapped) * row_bytes
-    time, hosts = 0.0, cluster.domains_of(of)
+    is_ragged = method == "ragged"
+    whole_tokens = max(1, math.ceil(tokens))
+    num_devices = ranks * sharing
+    rank_bytes = exchanged_rows("ragged" if method == "even" else method, tokens, top_k, ranks, overlapped) * row_bytes
+    time = 0.0
+    hosts = cluster.domains_of(num_devices)
     if sharing > 1:
-        time = xla_collective(cluster, sharing, ranks * (whole * row_bytes if ragged else each), kind=pooled)
+        sent = whole_tokens * row_bytes if is_ragged else rank_bytes
+        time = xla_collective(cluster, sharing, ranks * sent, kind=pooled)
     if method == "hierarchical" and 1 < hosts < ranks:
-        crossing, near = host_capacity(whole, top_k, hosts, overlapped, routed_groups) * row_bytes, ranks // hosts
-        time += xla_collective(cluster, hosts, crossing, near=1, of=of)
-        return time + xla_collective(cluster, near, hosts * each, near=near, of=near * sharing)
+        crossing = host_capacity(whole_tokens, top_k, hosts, overlapped, routed_groups) * row_bytes
+        near = ranks // hosts
+        time += xla_collective(cluster, hosts, crossing, near=1, of=num_devices)
+        return time + xla_collective(cluster, near, hosts * rank_bytes, near=near, of=near * sharing)
     if ranks == 1:
         return time
     near = max(1, min(ranks, cluster.domain // sharing))
-    if ragged:  # sizes are sent before rows
-        return time + xla_collective(cluster, ranks, each * slowest, 2, "ragged_all_to_all", near, of)
+    if is_ragged:  # sizes are sent before rows
+        return time + xla_collective(cluster, ranks, rank_bytes * slowest, 2, "ragged_all_to_all", near, num_devices)
     return time + xla_collective(
-        cluster, ranks, each, 1, "all_gather" if method == "gather" else "all_to_all", near, of
+        cluster, ranks, rank_bytes, 1, "all_gather" if method == "gather" else "all_to_all", near, num_devices
     )
 
 
@@ -152,13 +162,13 @@ def _observed(cluster: Cluster, kind: str, ranks: int, sent: float, among: int |
 def xla_collective(
     cluster: Cluster,
     ranks: int,
-    each: float,
+    rank_bytes: float,
     count: int = 1,
     kind: str = "all_to_all",
     near: int | None = None,
     of: int | None = None,
 ) -> float:
-    """Return the seconds of an XLA collective in which a device sends `each` bytes to every other rank, with `count` fixed parts.
+    """Return the seconds of an XLA collective in which a device sends `rank_bytes` bytes to every other rank, with `count` fixed parts.
 
     Gathered rows and sums cross to a host once, by one ring through the hosts for each of their devices, as in NCCL. The rows of an
     all-to-all cross one by one.
@@ -167,14 +177,15 @@ def xla_collective(
     many neighbours as it reaches. of: neighbouring devices that contain the ranks, if the ranks are not neighbours themselves.
     """
     if near is None or of is not None:
-        observed = _observed(cluster, kind, ranks, each * (ranks - 1), of)
+        observed = _observed(cluster, kind, ranks, rank_bytes * (ranks - 1), of)
         if observed is not None:
             return observed if count == 1 else observed + _observed(cluster, kind, ranks, 0.0, of) * (count - 1)
     near = min(cluster.domain, ranks) if near is None else near
     crossing = (ranks - near) / (near if kind in ("all_gather", "reduce_scatter") else 1)
-    share, inside = assumption("XLA's collectives, share of a link"), each * (ranks - 1 - crossing)
+    share = assumption("XLA's collectives, share of a link")
+    inside = rank_bytes * (ranks - 1 - crossing)
     time = inside * torus_hops(cluster) / (share * cluster.hardware.scale_up_bandwidth)
-    time = max(time, each * crossing / (share * cluster.network_bandwidth))
+    time = max(time, rank_bytes * crossing / (share * cluster.network_bandwidth))
     latency = network_latency(cluster) if ranks > near else 0.0
     return time + latency + collective_start(between=ranks > near) * count
 
@@ -209,7 +220,8 @@ def all_reduce(cluster: Cluster, ranks: int, size: float, near: int | None = Non
 def _timed_sum(cluster: Cluster, ranks: int, size: float) -> float:
     """Return the seconds of an all-reduce in a scale-up domain, by a published table of H200 or B200. The fixed part stays; the rest scales
     with the link, and with the share of the bytes that leaves a device if more devices take part than were timed."""
-    hardware, timed = cluster.hardware, min(ranks, 8)
+    hardware = cluster.hardware
+    timed = min(ranks, 8)
     device = "b200" if hardware.is_blackwell else "h200"
     more = (1 - 1 / ranks) / (1 - 1 / timed) * bundled_device(device).scale_up_bandwidth / hardware.scale_up_bandwidth
     ring, *fused = (
@@ -219,15 +231,15 @@ def _timed_sum(cluster: Cluster, ranks: int, size: float) -> float:
     return measured(value, 0.9 * value, max(1.25 * value, ring), "all-reduce within a host", ALL_REDUCE, "s")
 
 
-def cache_transfer(cluster: Cluster, size: float, sender: Cluster | None = None, own: bool = False) -> float:
-    """Return the seconds to transfer one request's cache between the most distant hosts. own: by one stream of dsjax's transfer.
+def cache_transfer(cluster: Cluster, size: float, sender: Cluster | None = None, is_dsjax: bool = False) -> float:
+    """Return the seconds to transfer one request's cache between the most distant hosts. is_dsjax: by one stream of dsjax's transfer.
 
     sender: where the prompt was computed, if on another kind of hosts; the slower card of both sides then counts.
     """
     bandwidth = cluster.network_bandwidth
     if sender is not None:
         bandwidth = min(bandwidth, sender.network_bandwidth)
-    if not own:
+    if not is_dsjax:
         return size / (normal_network_share() * bandwidth)
     return size / min(assumption("bytes a second of dsjax's transfer"), bandwidth)
 

@@ -16,7 +16,7 @@ from dsjax.hardware import Hardware, load_hardware
 from dsjax.hardware.description import UNITS
 from dsjax.plan.curves import Curve
 from dsjax.plan.figure import assumption, measured
-from dsjax.plan.precision import TABLED
+from dsjax.plan.precision import BF16, TABLE_FORMATS, operand_bytes
 from dsjax.toml_files import bundled_text
 
 H800_SMS = 132
@@ -48,14 +48,14 @@ _LOW_LATENCY_US = {
 }  # fmt: skip
 ROW_BYTES = (7168 + 56 * 4, 2 * 7168)
 """Bytes of a row that DeepEP was timed with: dispatched in FP8, and combined in bf16."""
-# Normal kernels, bytes a second (dispatch, combine): NVLink inside a host; RDMA between hosts by (ranks, share of the rows that leave
-# the host; those that stay are counted too). A token goes to at most the 4 hosts of its 4 expert groups.
+# Normal kernels, bytes a second (dispatch, combine): NVLink inside a host; RDMA between hosts by the share of the rows that leave the host
+# (32 and 64 ranks; a token goes to at most the 4 hosts of its 4 expert groups). The RDMA rates also count the rows that stay.
 _NORMAL_NVLINK = (153e9, 158e9)
-_NORMAL_RDMA = {(32, 3 / 4): (58e9, 57e9), (64, 3.5 / 4): (51e9, 50e9)}
+_NORMAL_RDMA = {3 / 4: (58e9, 57e9), 3.5 / 4: (51e9, 50e9)}
 
 FLASHINFER_FP8 = (
-    "FlashInfer's block-FP8 product on a B200 with 256 rows and more: 447 TFLOP/s with 24,576 columns and 759 with 576 for each further "
-    "row, where DeepGEMM has 3,200 (sgl-project/sglang pull request 13528)"
+    "FlashInfer's block-FP8 product on a B200, marginal rate per further row (1,024 to 4,096 rows, K = 7,168): 447 TFLOP/s with 24,576 "
+    "columns, 759 with 576; DeepGEMM's: 3,200 with 24,576 (sgl-project/sglang pull request 13528)"
 )
 FLASHINFER_FP8_RATE = (583e12, 447e12, 759e12)
 """Operations a second (value, low, high) of that product: the geometric mean of the two shapes, and each of them."""
@@ -85,38 +85,43 @@ class OperationWork(NamedTuple):
 
     def seconds(self, chip: Hardware, share: float = CEILING) -> float:
         """Return the roofline seconds at this share of a device's peak: compute or memory, whichever takes longer."""
-        peak = getattr(chip, UNITS[self.bits]) or chip.fp8_flops
+        peak = getattr(chip, UNITS[self.bits]) or chip.fp8_flops  # without a 4-bit unit, products run in FP8
         return max(self.flops / peak, self.moved / chip.memory_bandwidth) / share
 
 
 def product_work(rows: float, n: int, k: int, dtype: str) -> OperationWork:
-    """Return the work of a product `[rows, k] × [k, n]` with bf16 results. dtype: of the weights, one of `TABLED`."""
-    bits, itemsize = TABLED[dtype]
+    """Return the work of a product `[rows, k] × [k, n]` with bf16 results. dtype: of the weights, one of `TABLE_FORMATS`."""
+    bits, itemsize = TABLE_FORMATS[dtype]
     return OperationWork(2.0 * rows * n * k, bits, n * k * itemsize + rows * (k * itemsize + 2 * n))
 
 
 def experts_work(used: float, rows: float, width: int, inner: int, itemsize: float, bits: int) -> OperationWork:
-    """Return the work of both products of routed experts: `rows` in total, the weights of `used` experts."""
-    moved = used * 3 * width * inner * itemsize + rows * (width * (min(itemsize, 2) + 2) + 5 * inner)
-    return OperationWork(6.0 * rows * width * inner, bits, moved)
+    """Return the work of both products of routed experts: `rows` in total, the weights of `used` experts.
+
+    itemsize: bytes of a weight. bits: of the operands that the device multiplies.
+    """
+    operand = operand_bytes(bits / 8)
+    # A row: an operand of `width` read, gate and up written in bf16, an operand of `inner` read, the output written in bf16.
+    num_bytes = used * 3 * width * inner * itemsize + rows * (width * (operand + BF16) + inner * (2 * BF16 + operand))
+    return OperationWork(6.0 * rows * width * inner, bits, num_bytes)
 
 
 def convert_seconds(
-    seconds: float, work: OperationWork, there: Hardware, here: Hardware, fixed: float = LAUNCH
+    seconds: float, work: OperationWork, timed_on: Hardware, device: Hardware, fixed: float = LAUNCH
 ) -> float:
-    """Scale the seconds of an operation from device `there` to device `here`.
+    """Scale the seconds of an operation from device `timed_on` to device `device`.
 
     Time beyond the roofline bound is loss. Its fixed part (starting the kernel) stays as it is. The rest is waiting for data and
     shrinks as memory gets faster. The bound is that of the new device. A device with few operations for each byte (H20) thus
     reaches a larger share of its peak, because its products take longer for the same waiting; and more of any resource never makes
     an operation slower.
     """
-    bound = work.seconds(there)
+    bound = work.seconds(timed_on)
     if seconds <= bound:
-        return seconds * work.seconds(here) / bound if seconds > 0 else seconds
+        return seconds * work.seconds(device) / bound if seconds > 0 else seconds
     loss = seconds - bound
     fixed = min(fixed, loss)
-    return work.seconds(here) + fixed + (loss - fixed) * there.memory_bandwidth / here.memory_bandwidth
+    return work.seconds(device) + fixed + (loss - fixed) * timed_on.memory_bandwidth / device.memory_bandwidth
 
 
 def nearness(n: int, k: int, shapes: Collection[tuple[int, int]]) -> dict[tuple[int, int], float]:
@@ -130,12 +135,13 @@ def nearness(n: int, k: int, shapes: Collection[tuple[int, int]]) -> dict[tuple[
 @functools.cache
 def _shares(shape: tuple[int, int], masked: bool = False) -> tuple[list[float], list[float]]:
     """Return (logarithms of the timed rows, shares of an H800's peak)."""
-    times = (_MASKED if masked else _DENSE)[shape]
-    works = [product_work(rows, *shape, "fp8_block") for rows in times]
+    rates = (_MASKED if masked else _DENSE)[shape]
+    works = [product_work(rows, *shape, "fp8_block") for rows in rates]
     shares = [
-        w.seconds(bundled_device("h800"), 1.0) * t * 1e12 / w.flops for w, t in zip(works, times.values(), strict=True)
+        work.seconds(bundled_device("h800"), 1.0) * tflops * 1e12 / work.flops
+        for work, tflops in zip(works, rates.values(), strict=True)
     ]
-    return [math.log(rows) for rows in times], shares
+    return [math.log(rows) for rows in rates], shares
 
 
 def _dense_share(rows: float, n: int, k: int) -> float:
@@ -161,11 +167,12 @@ def grouped_seconds(used: float, rows: float) -> float:
 
     Below 192 rows an expert, a product reaches at most the share of a dense one with as many rows.
     """
-    total, each = 0.0, rows / max(used, 1e-9)
+    total = 0.0
+    rows_per_expert = rows / max(used, 1e-9)
     for n, k in _MASKED:
-        share = statistics.mean(_shares((n, k), True)[1])
-        if each < 192:
-            share = min(share, _dense_share(max(each, 1.0), n, k))
+        share = statistics.mean(_shares((n, k), masked=True)[1])
+        if rows_per_expert < 192:
+            share = min(share, _dense_share(max(rows_per_expert, 1.0), n, k))
         work = OperationWork(2.0 * rows * n * k, 8, used * n * k + rows * (k + 2 * n))
         total += work.seconds(bundled_device("h800"), share)
     return total
@@ -173,8 +180,11 @@ def grouped_seconds(used: float, rows: float) -> float:
 
 @functools.cache
 def all_reduce_curves(device: str, ranks: int) -> list[Curve]:
-    """Return curves (seconds over bytes) of all-reduces in one H200 or B200 host, over the next timed number of devices from `ranks` up or
-    else the largest; on Blackwell also fused with the residual and norm that follow it (8 B300, at V3's width)."""
+    """Return curves (seconds over bytes) of all-reduces in one H200 or B200 host.
+
+    They are of the smallest timed number of devices that is at least `ranks`, or else of the largest. On Blackwell, a second curve is of
+    the all-reduce fused with the residual and norm that follow it (8 B300, at V3's width).
+    """
     text = bundled_text("all_reduce.csv")
     times: dict[tuple[bool, int], list[tuple[float, float]]] = {}
     for row in csv.DictReader(text.splitlines()):
@@ -191,24 +201,26 @@ def low_latency_fit(combine: bool) -> tuple[float, float, float]:
 
     Least squares over 16 to 256 ranks of time = fixed + bytes to other hosts ÷ rate; eight ranks then give NVLink's share.
     """
-    payload, seconds = 128 * 8 * ROW_BYTES[combine], {r: us[combine] * 1e-6 for r, us in _LOW_LATENCY_US.items()}
+    payload = 128 * 8 * ROW_BYTES[combine]
+    seconds = {r: us[combine] * 1e-6 for r, us in _LOW_LATENCY_US.items()}
     points = [(payload * (1 - 8 / r), time) for r, time in seconds.items() if r > 8]
     slope, fixed = statistics.linear_regression(*zip(*points, strict=True))
     residual = max(abs(fixed + slope * sent - time) for sent, time in points)
     share = 1 / slope / _NETWORK
     spread = residual / (slope * points[-1][0])
     inside = payload * 7 / 8 / (seconds[8] - fixed) / _NVLINK
-    what = "combine" if combine else "dispatch"
+    way = "combine" if combine else "dispatch"
+    # The intervals stay physical: at least 5 µs to start, at most 98 % of the network's rate and 95 % of the scale-up link's.
     return (
-        measured(fixed, max(fixed - residual, 5e-6), fixed + residual, f"{what}, fixed part", DEEPEP, "s"),
-        measured(share, share * (1 - spread), min(share * (1 + spread), 0.98), f"{what}, share of network", DEEPEP),
-        measured(inside, inside * 0.9, min(inside * 1.1, 0.95), f"{what}, share of scale-up link", DEEPEP),
+        measured(fixed, max(fixed - residual, 5e-6), fixed + residual, f"{way}, fixed part", DEEPEP, "s"),
+        measured(share, share * (1 - spread), min(share * (1 + spread), 0.98), f"{way}, share of network", DEEPEP),
+        measured(inside, inside * 0.9, min(inside * 1.1, 0.95), f"{way}, share of scale-up link", DEEPEP),
     )
 
 
 def normal_network_share() -> float:
     """Return the share of the network's rate that DeepEP's normal kernels reach, excluding rows that stay on the host."""
-    shares = [rate * remote / _NETWORK for (_, remote), rates in _NORMAL_RDMA.items() for rate in rates]
+    shares = [rate * remote / _NETWORK for remote, rates in _NORMAL_RDMA.items() for rate in rates]
     return measured(statistics.mean(shares), min(shares), max(shares), "normal kernels, share of network", DEEPEP)
 
 

@@ -9,7 +9,7 @@ from dsjax.hardware.this_machine import cpu_name
 from dsjax.plan.cluster import Cluster, load_cluster
 from dsjax.plan.measured import Measured
 from dsjax.plan.operator_tables import OperatorTables
-from dsjax.plan.precision import BF16, FP8_BLOCK, FP8_CACHE, Precision, precision
+from dsjax.plan.precision import BF16, FP8_BLOCK, FP8_CACHE, Precision, named_precision
 from dsjax.plan.rules import refuse
 
 THIS_MACHINE = "this-machine"
@@ -62,20 +62,21 @@ def _timed_alike(chip: Hardware) -> tuple:
 
 def _of_device(measured: Measured) -> Cluster:
     """Return a cluster of one host with the measured devices. An unknown device gets the file's ceilings."""
-    device, count = measured.device, measured.device.count
+    device = measured.device
+    count = device.count
     if device.hardware:
         chip = load_hardware(device.hardware)
     else:
         ceilings = measured.ceilings
-        moved = dict.fromkeys(("memory_bandwidth", "scale_up_bandwidth"), ceilings.bytes_per_s)
+        bandwidths = dict.fromkeys(("memory_bandwidth", "scale_up_bandwidth"), ceilings.bytes_per_s)
         computed = dict.fromkeys(("bf16_flops", "fp8_flops"), ceilings.flops_per_s)
-        fields = ("memory_bytes", *moved, *computed, "scale_up_devices")
+        fields = ("memory_bytes", *bandwidths, *computed, "scale_up_devices")
         chip = Hardware(
             key=device.name,
             name=device.name,
             platform=device.platform,
             memory_bytes=device.memory_bytes,
-            **moved,
+            **bandwidths,
             **computed,
             scale_up_devices=count,
             devices_per_host=count,
@@ -108,13 +109,13 @@ def choose_precision(name: str, cache: str, config: ModelConfig, measured: Measu
         UserError: an unknown name, or a format other than the file's.
     """
     if measured is None:
-        packed = config.quantization is not None and config.quantization.weights in PACKED
-        if name == "auto" and packed:
-            return precision(config.quantization.weights, "bf16" if cache == "auto" else cache)
-        return precision("fp8" if name == "auto" else name, cache)
+        is_packed = config.quantization is not None and config.quantization.weights in PACKED
+        if name == "auto" and is_packed:
+            return named_precision(config.quantization.weights, "bf16" if cache == "auto" else cache)
+        return named_precision("fp8" if name == "auto" else name, cache)
     of_cache = _CACHES.get(measured.kv_cache_dtype)
     refuse("formats", weights=name, cache=cache, measured=measured, of_cache=of_cache)
     weights = measured.weights
     expert, linear = (BF16, 4.0) if weights == "mixed" else (_BYTES[weights],) * 2
-    kept = f"{weights} weights, {measured.dtype}"
-    return Precision(kept, expert, linear, _BYTES[measured.kv_cache_dtype], _BYTES[measured.dtype])
+    described = f"{weights} weights, {measured.dtype}"
+    return Precision(described, expert, linear, _BYTES[measured.kv_cache_dtype], _BYTES[measured.dtype])

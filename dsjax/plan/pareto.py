@@ -19,18 +19,18 @@ def draw_front(plan: Plan, path: Path) -> None:
     from matplotlib import pyplot, ticker
 
     objective, (figure, axes) = plan.question.objective, pyplot.subplots(figsize=(9, 5.5), dpi=130)
-    kept = {id(c): c for c in [*plan.late, *plan.ranked, *plan.missed]}.values()
-    late = [c for c in kept if objective.ttft is not None and c.ttft > objective.ttft]
-    others = [c for c in kept if objective.ttft is None or c.ttft <= objective.ttft]
+    candidates = {id(c): c for c in [*plan.late, *plan.ranked, *plan.missed]}.values()
+    late = [c for c in candidates if objective.ttft is not None and c.ttft > objective.ttft]
+    meets_ttft = [c for c in candidates if objective.ttft is None or c.ttft <= objective.ttft]
     broken = f"breaks the TTFT of {objective.ttft:g} s" if objective.ttft else ""
-    for points, face, label in ((others, _GREY, "best of a layout"), (late, "none", broken)):
+    for points, face, label in ((meets_ttft, _GREY, "best of a layout"), (late, "none", broken)):
         if points:
             x, y = [c.per_user for c in points], [c.per_device for c in points]
             axes.scatter(x, y, s=12, facecolors=face, edgecolors=_GREY, linewidths=0.8, label=label)
     for mode, marker, colour in (("aggregated", "o", _BLUE), ("separated", "s", _RED)):
         of_mode = [c for c in plan.frontier if c.mode == mode]
         x, y = [c.per_user for c in of_mode], [c.per_device for c in of_mode]
-        bars = [[one - one.low for one in y], [one.high - one for one in y]]
+        bars = [[value - value.low for value in y], [value.high - value for value in y]]
         if x:
             style = {"fmt": marker, "color": colour, "elinewidth": 0.7, "alpha": 0.85}
             axes.errorbar(x, y, yerr=bars, label=f"front, {mode}", **style)

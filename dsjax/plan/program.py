@@ -25,11 +25,11 @@ def time_refusal(run: DryRun, options: PlanOptions) -> str | None:
 
 @dataclass(frozen=True)
 class DryRunUsage:
-    """Use of a dry run by a plan. text: the figures that the plan took, or the reason that it took none."""
+    """Use of a dry run by a plan."""
 
     run: DryRun
     used: bool
-    text: str
+    text: str  # the figures that the plan took, or the reason that it took none
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields."""
@@ -40,10 +40,11 @@ class DryRunUsage:
 
 def usage(run: DryRun, question: Asked, weights: Mapping[InstanceLayout, int]) -> DryRunUsage:
     """Return how a plan uses a dry run. weights: `InstanceLayout.unit` of each layout of the plan → bytes of its weights."""
-    reason, layout = refusal(run, question), run.layout(question.config)
+    reason = refusal(run, question)
+    layout = run.layout(question.config)
     if reason is None and layout not in weights:
         reason = f"no layout of this plan is {layout} of {layout.devices} devices"
     if reason:
-        return DryRunUsage(run, False, reason)
+        return DryRunUsage(run, used=False, text=reason)
     about = {"beyond": weights[layout] - run.device_bytes.weights_total, "other": time_refusal(run, question.options)}
-    return DryRunUsage(run, True, filled("texts", "dry_run.txt", run=run, **about))
+    return DryRunUsage(run, used=True, text=filled("texts", "dry_run.txt", run=run, **about))

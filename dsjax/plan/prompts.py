@@ -3,7 +3,7 @@
 import bisect
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -64,11 +64,6 @@ def own_load(instance: Instance, batch: float, tokens: float) -> float:
     return arriving / most
 
 
-def best_step(instance: Instance, batch: float, sizes: Sequence[float]) -> float:
-    """Return the size in `sizes` (prompt tokens in a step) that delays decoded tokens least."""
-    return min(sizes, key=lambda size: prompts_beside_decodes(instance, batch, size)[0])
-
-
 def _chunks(instance: Instance, batch: float, tokens: float, ranks: int) -> tuple[float, int, float]:
     """Return (tokens of a chunk, most chunks of a DP rank in a step, chunks that arrive in a step for this many ranks)."""
     work = instance.workload
@@ -101,13 +96,13 @@ def _saved(instance: Instance, batch: float, tokens: float, busy: float) -> floa
     batch = instance.rows(batch)
     paces = [instance.pace(False, instance.halved(tokens)), instance.pace(True, instance.overlapped(batch))]
     slack = _over_shares(busy, lambda share: instance.launch_slack(tokens, share))
-    beside = _seconds_of_more(instance, tokens, batch * (1 + instance.options.drafts)) / paces[0]
-    beside += instance.decode_attention(batch) + instance.drafting(batch)
-    return min(paces) * (instance.decode_step(batch) / paces[1] - max(0.0, beside - slack))
+    added = _seconds_of_more(instance, tokens, batch * (1 + instance.options.drafts)) / paces[0]
+    added += instance.decode_attention(batch) + instance.drafting(batch)
+    return min(paces) * (instance.decode_step(batch) / paces[1] - max(0.0, added - slack))
 
 
-def _seconds_of_more(instance: Instance, tokens: float, others: float) -> float:
-    """Return the seconds that `others` more tokens add to a prefill step of `tokens` tokens, without launches and weight reads.
+def _seconds_of_more(instance: Instance, tokens: float, other_tokens: float) -> float:
+    """Return the seconds that `other_tokens` more tokens add to a prefill step of `tokens` tokens, without launches and weight reads.
 
     Interpolated linearly between steps of `tokens`, twice and four times as many, and so on.
     """
@@ -116,11 +111,15 @@ def _seconds_of_more(instance: Instance, tokens: float, others: float) -> float:
         pace = instance.pace(False, instance.halved(tokens))
         return instance.prefill_step(tokens) - instance.launch_slack(tokens) * pace
 
-    added, before = 0.0, computing(tokens)
-    while others > 0:
-        after, here = computing(2 * tokens), min(others, tokens)
-        added += (after - before) * here / tokens
-        tokens, before, others = 2 * tokens, after, others - here
+    added = 0.0
+    before = computing(tokens)
+    while other_tokens > 0:
+        after = computing(2 * tokens)
+        step_tokens = min(other_tokens, tokens)
+        added += (after - before) * step_tokens / tokens
+        tokens = 2 * tokens
+        before = after
+        other_tokens -= step_tokens
     return added
 
 
@@ -132,27 +131,27 @@ def _prefill(instance: Instance, tokens: float, busy: float) -> float:
 def _over_shares(share: float, seconds: Callable[[float], float]) -> float:
     """Seconds at a share of the DP ranks, linear between `_SHARES` and constant beyond them."""
     share = min(max(share, _SHARES[0]), _SHARES[-1])
-    at = bisect.bisect_left(_SHARES, share)
-    if share == _SHARES[at]:
+    index = bisect.bisect_left(_SHARES, share)
+    if share == _SHARES[index]:
         return seconds(share)
-    low, high = _SHARES[at - 1], _SHARES[at]
+    low, high = _SHARES[index - 1], _SHARES[index]
     way = (share - low) / (high - low)
     return seconds(low) * (1 - way) + seconds(high) * way
 
 
 def _between_whole(depth: float, seconds: Callable[[int], float]) -> float:
     """Seconds at a mean number of prompts, linear between whole numbers."""
-    whole = int(depth)
-    figure = seconds(whole)
-    return figure if depth == whole else figure * (whole + 1 - depth) + seconds(whole + 1) * (depth - whole)
+    floor = int(depth)
+    figure = seconds(floor)
+    return figure if depth == floor else figure * (floor + 1 - depth) + seconds(floor + 1) * (depth - floor)
 
 
 @functools.cache
-def _fullest(mean: float, ranks: int, own: int = 0) -> float:
-    """Return the expected `⌈(own + n) ÷ ranks⌉` for a Poisson number n. own: 0 or 1."""
+def _fullest(mean: float, ranks: int, own_requests: int = 0) -> float:
+    """Return the expected `⌈(own_requests + n) ÷ ranks⌉` for a Poisson number n. own_requests: 0 or 1."""
     if mean > 30:  # rounding up adds half a prompt on average, less half a rank's share
-        return (own + mean) / ranks + (ranks - 1) / (2 * ranks)
+        return (own_requests + mean) / ranks + (ranks - 1) / (2 * ranks)
     counts = np.arange(1, int(mean + 12 * math.sqrt(mean) + 20) + 1)
     below = np.cumsum(np.cumprod([math.exp(-mean), *(mean / counts)]))
-    # The sum over j of P(own + n > j · ranks). With `own`, the first term is 1.
-    return own + sum(np.maximum(0.0, 1 - below[own * (ranks - 1) :: ranks]).tolist())
+    # The sum over j of P(own_requests + n > j · ranks). With one of its own, the first term is 1.
+    return own_requests + sum(np.maximum(0.0, 1 - below[own_requests * (ranks - 1) :: ranks]).tolist())

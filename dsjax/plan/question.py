@@ -19,7 +19,7 @@ from dsjax.texts import filled
 if TYPE_CHECKING:
     from dsjax.plan.candidate import Candidate
 
-_FEW = 64
+_SMALL = 64
 """Most devices for which the search pairs every prefill instance size and tries every batch; beyond, only the best."""
 
 
@@ -50,31 +50,31 @@ class Question:
         return min(self.cluster.num_devices, self.options.max_devices or self.cluster.num_devices)
 
     @cached_property
-    def few(self) -> bool:
+    def is_small(self) -> bool:
         """Whether the devices are few enough to try everything."""
-        return self.devices <= _FEW
+        return self.devices <= _SMALL
 
     @cached_property
-    def bounds(self) -> Objective:
+    def all_objectives(self) -> Objective:
         """The objectives, including the throughput that a given request rate needs."""
-        rate, wanted = self.workload.rate, self.objective.throughput
+        rate, throughput = self.workload.rate, self.objective.throughput
         if rate is None:
             return self.objective
-        return dataclasses.replace(self.objective, throughput=max(rate * self.workload.output.mean, wanted or 0))
+        return dataclasses.replace(self.objective, throughput=max(rate * self.workload.output.mean, throughput or 0))
 
     @cached_property
-    def bounded(self) -> bool:
+    def has_objectives(self) -> bool:
         """Whether there is an objective."""
-        return self.bounds != Objective()
+        return self.all_objectives != Objective()
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The workload and the objectives as one line."""
         about = {"work": self.workload, "bounds": self.objective, "engine": self.options.engine.name}
-        return filled("texts", "question.txt", bounded=self.bounded, **about)
+        return filled("texts", "question.txt", bounded=self.has_objectives, **about)
 
     @property
-    def order(self) -> Callable[[Candidate], tuple[float, ...]]:
+    def sort_key(self) -> Callable[[Candidate], tuple[float, ...]]:
         """Sort key of candidates, best first: by tokens per second, or by devices and TPOT if a rate is given, which all serve."""
         if self.workload.rate is not None:
             return lambda c: (c.devices, c.tpot, c.ttft)
@@ -84,39 +84,35 @@ class Question:
         """Return an instance of a layout for this workload. steps: a dict that all layouts with the same unit share."""
         return Instance(self.config, self.cluster, layout, self.options, self.workload, steps)
 
-    def rungs(self, instance: Instance) -> list[int]:
+    def batches_to_try(self, instance: Instance) -> list[int]:
         """Return the batches to try. On many devices, these are powers of two and the largest; the search bisects between them."""
-        tried = instance.batches()
-        return tried if self.few else [b for b in tried if b & (b - 1) == 0 or b == tried[-1]]
+        batches = instance.batches()
+        return batches if self.is_small else [b for b in batches if b & (b - 1) == 0 or b == batches[-1]]
 
-    def most_instances(self, layout: InstanceLayout) -> int:
+    def max_instances(self, layout: InstanceLayout) -> int:
         """Return how many instances the devices hold. Instances that fit a host share it; each side of a larger one takes whole hosts."""
-        here, attention, experts = self.cluster.devices_per_host, layout.mesh.num_devices, layout.experts
-        if layout.devices <= here:
-            return _room(self.devices, here, layout.devices)
-        return self.devices // (_whole_hosts(attention, here) + _whole_hosts(experts, here))
+        devices_per_host = self.cluster.devices_per_host
+        if layout.devices > devices_per_host:
+            return self.devices // _whole_hosts(layout, devices_per_host)
+        hosts, rest = divmod(self.devices, devices_per_host)  # the last host may be partial
+        return hosts * (devices_per_host // layout.devices) + rest // layout.devices
 
-    def devices_kept(self, instance: Instance) -> int:
-        """Devices that an instance occupies: an even part of a host, or whole hosts for each side."""
-        layout, here = instance.layout, min(instance.cluster.devices_per_host, self.devices)
-        if layout.devices <= here:
-            return here // (here // layout.devices)
-        return _whole_hosts(layout.mesh.num_devices, here) + _whole_hosts(layout.experts, here)
+    def occupied_devices(self, instance: Instance) -> int:
+        """Return the devices that an instance occupies: an equal part of a host, or whole hosts for each side."""
+        layout = instance.layout
+        devices_per_host = min(instance.cluster.devices_per_host, self.devices)
+        if layout.devices > devices_per_host:
+            return _whole_hosts(layout, devices_per_host)
+        instances_per_host = devices_per_host // layout.devices
+        return devices_per_host // instances_per_host
 
 
-def distinguishable_users(instance: Instance, count: int) -> int:
-    """Return the parts into which bisection divides a batch of 1: one per user of the whole service, at most 64."""
+def batch_divisor(instance: Instance, count: int) -> int:
+    """Return the divisor of the batches that bisection tries: neighbours differ by one user of the whole service, or by 1/64 if more."""
     return min(64, instance.replicas * count)
 
 
-def _room(devices: int, per_host: int, size: int) -> int:
-    """Return how many instances of `size` devices fit in `devices` devices. The last host may be partial."""
-    if size > per_host:
-        return devices // _whole_hosts(size, per_host)
-    hosts, rest = divmod(devices, per_host)
-    return hosts * (per_host // size) + rest // size
-
-
-def _whole_hosts(size: int, per_host: int) -> int:
-    """Devices of the fewest whole hosts that hold `size` devices."""
-    return -(-size // per_host) * per_host
+def _whole_hosts(layout: InstanceLayout, devices_per_host: int) -> int:
+    """Return the devices of the fewest whole hosts that hold each side of a layout."""
+    sides = (layout.mesh.num_devices, layout.experts)
+    return sum(-(-side // devices_per_host) * devices_per_host for side in sides)

@@ -66,8 +66,8 @@ def serve_options(
         "never": max(verified, room) + 1,
         "balances": instance.places_by_load,
     }
-    chosen = {"--model": model, **_meshes(instance), **written("dsjax", "flags", facts)}
-    return {flag: str(value) for flag, value in chosen.items()}
+    options = {"--model": model, **_meshes(instance), **written("dsjax", "flags", facts)}
+    return {flag: str(value) for flag, value in options.items()}
 
 
 def _meshes(instance: Instance) -> dict[str, str]:
@@ -79,8 +79,8 @@ def _meshes(instance: Instance) -> dict[str, str]:
     if layout.devices <= cluster.devices_per_host:
         return named
     parts = processes_of(cluster, layout.experts)
-    at = ",".join(f"{_EXPERTS_AT}{rank}:7000" if parts > 1 else f"{_EXPERTS_AT}:7000" for rank in range(parts))
-    return named | {"--afd-role": "attention", "--afd-address": at}
+    addresses = ",".join(f"{_EXPERTS_AT}{rank}:7000" if parts > 1 else f"{_EXPERTS_AT}:7000" for rank in range(parts))
+    return named | {"--afd-role": "attention", "--afd-address": addresses}
 
 
 def memory_share(instance: Instance, requests: float, tokens: float) -> float:
@@ -120,10 +120,10 @@ def launches(engine: str, model: str, candidate: Candidate) -> list[LaunchComman
 
 def _roles(candidate: Candidate) -> list[tuple[Instance, float, float, str, int]]:
     """Return (instance, batch, prompt tokens of a step, role, number of instances) of each service."""
-    apart = candidate.mode == "separated"
-    role = "decode" if apart else "prefill and decode"
+    is_separated = candidate.mode == "separated"
+    role = "decode" if is_separated else "prefill and decode"
     roles = [(candidate.decode, candidate.batch, candidate.prefill_tokens, role, candidate.count)]
-    if apart:
+    if is_separated:
         roles.insert(0, (candidate.prefill, 1, candidate.prefill_tokens, "prefill", candidate.prefill_count))
     return roles
 
@@ -139,7 +139,8 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
     - `expected`: `Candidate.to_json`; `calibrated`: as `calibration.calibrated`
     - `notes`: what the commands cannot express
     """
-    engine, work, objective = question.options.engine.name, question.workload, question.objective
+    engine = question.options.engine.name
+    work, objective = question.workload, question.objective
     services = [_service(model, *service) for service in _roles(candidate)]
     if services[-1]["options"].get("--afd-role"):
         services += _expert_services(services[-1], candidate.decode)
@@ -148,9 +149,10 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
     if candidate.mode == "aggregated" and needed > 1:
         services[0]["options"]["--api-server-count"] = str(needed)
         services[0]["command"] = command(services[0]["options"])
-    remarks, together = notes(candidate), None if engine in LAUNCHED else one_process(services, candidate)
-    others = LAUNCHED if engine == "published" else (engine,)
-    for name in (one for one in LAUNCHED if one in others):
+    remarks = notes(candidate)
+    together = None if engine in LAUNCHED else one_process(services, candidate)
+    engines = LAUNCHED if engine == "published" else (engine,)
+    for name in (one for one in LAUNCHED if one in engines):
         every = launches(name, model, candidate)
         for service, one in zip(services, every, strict=True):
             service.setdefault("launches", {})[name] = one.to_json()
@@ -228,7 +230,7 @@ def _expert_services(attention: Mapping[str, Any], instance: Instance) -> list[d
     start = {"weight_bytes_per_host": size, "cold_start_s": reading(cluster, size).to_json(), "recovery": None}
     ranks = [{"--afd-server-rank": str(rank)} for rank in range(parts)] if parts > 1 else [{}]
     every = [attention["options"] | {"--afd-role": "expert"} | rank for rank in ranks]
-    return [_started("experts", attention["instances"], layout.experts // parts, one) | start for one in every]
+    return [_started("experts", attention["instances"], layout.experts // parts, options) | start for options in every]
 
 
 def _exchange_alike(services: list[dict[str, Any]]) -> None:
@@ -244,7 +246,8 @@ def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> 
     """Return both sides of a disaggregated plan as one `dsjax serve` process on a host. None if the plan is aggregated, has more than one
     engine of a kind or needs more devices than a host has, or if the sides differ in an option that applies to the whole process.
     """
-    cluster, sides = candidate.decode.cluster, (candidate.prefill, candidate.decode)
+    cluster = candidate.decode.cluster
+    sides = (candidate.prefill, candidate.decode)
     if candidate.mode != "separated" or cluster.prefill is not None or candidate.devices > cluster.devices_per_host:
         return None
     if (candidate.prefill_count, candidate.count) != (1, 1):  # each engine is then a process, behind Dynamo's frontend
@@ -274,8 +277,8 @@ def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> 
         prefill[share] = decode[share] = max(shares, key=float)
     if prefill != decode:
         return None
-    made = _started("prefill and decode", 1, candidate.devices, together | decode)
-    return made | {"weight_bytes_per_host": sum(map(host_bytes, sides)), "cold_start_s": cold_start(*sides).to_json()}
+    start = {"weight_bytes_per_host": sum(map(host_bytes, sides)), "cold_start_s": cold_start(*sides).to_json()}
+    return _started("prefill and decode", 1, candidate.devices, together | decode) | start
 
 
 def check_recipe(file: Path, engine: str) -> None:
@@ -286,5 +289,5 @@ def check_recipe(file: Path, engine: str) -> None:
 def write_script(file: Path, model: str, question: Question, candidate: Candidate, command: str) -> None:
     """Write the winner as a shell script for the planned engine. command: the command that made the plan."""
     engine = question.options.engine.name
-    made, services = recipe(model, question, candidate), launches(engine, model, candidate)
-    file.write_text(script(made, engine, services, command), encoding="utf-8")
+    planned, services = recipe(model, question, candidate), launches(engine, model, candidate)
+    file.write_text(script(planned, engine, services, command), encoding="utf-8")

@@ -48,13 +48,16 @@ def to_json(
 
     `dsjax plan step` writes `model`, `cluster`, `mode`, `ranked` and `compiled`.
     """
-    question, prices, winner = plan.question, {}, plan.winner
+    question = plan.question
+    prices = {}
+    winner = plan.winner
     prefill_hosts = question.cluster.prefill
 
     def row(candidate: Candidate) -> dict[str, Any]:
         first = bottlenecks(candidate, prices)[0]
         return {**candidate.to_json(), "bottleneck": {"resource": first.resource, "gain_if_doubled": first.gain}}
 
+    missed = [] if winner else [{**row(c), "misses": c.misses(question.all_objectives)} for c in plan.missed[:rows]]
     return {
         "model": model,
         "cluster": question.cluster.name,
@@ -62,7 +65,7 @@ def to_json(
         "layouts_considered": len(plan.considered),
         "layouts_too_large": len(plan.too_large),
         "ranked": [row(c) for c in plan.ranked[:rows]],
-        "missed": [] if winner else [{**row(c), "misses": c.misses(question.bounds)} for c in plan.missed[:rows]],
+        "missed": missed,
         "frontier": [c.to_json() for c in plan.frontier],
         "frontier_late": [c.to_json() for c in plan.late],
         "forbidden": [dataclasses.asdict(reason) for reason in forbidden(plan)],
@@ -107,7 +110,8 @@ def _best_candidates(plan: Plan, rows: int) -> list[Candidate]:
 
 def _question_lines(plan: Plan, model: str) -> Iterator[str]:
     """Describe the question, and why no candidate answers it if that is so."""
-    question, cluster = plan.question, plan.question.cluster
+    question = plan.question
+    cluster = question.cluster
     hosts = f"{question.devices} {cluster.hardware.name}"
     if cluster.prefill is not None:
         hosts += f" that decode, and {cluster.prefill.num_devices} {cluster.prefill.hardware.name} for prefill"
@@ -115,7 +119,7 @@ def _question_lines(plan: Plan, model: str) -> Iterator[str]:
         f"{model} in {question.options.precision.name} on {cluster.name} ({hosts}): "
         f"{len(plan.considered)} layouts, {len(plan.too_large)} too large"
     )
-    yield question.words
+    yield question.description
     yield from map(sentence, forbidden(plan))
 
 
@@ -135,7 +139,7 @@ def _summary_table(plan: Plan, candidates: Sequence[Candidate]) -> Iterator[Tabl
     }
     yield table(None, columns, zip(*columns.values(), strict=True), box=None, padding=(0, 1, 0, 0))
     legend = "≈ as row 1"
-    if plan.question.bounded:
+    if plan.question.has_objectives:
         legend = f"✓ meets the objectives over the whole interval, ~ only by its estimate; {legend}"
     yield Text(legend, "dim")
 
@@ -145,7 +149,7 @@ def _winner_summary(plan: Plan, winner: Candidate, model: str) -> Iterator[str |
     rate, tpot = _corrected(winner)
     basis = "never measured" if unseen(winner) else "corrected"  # by blind predictions, or by the worst of them
     yield f"winner, {basis}: {rate['text']}, TPOT {tpot['text']}"
-    limits = ", ".join(str(one) for one in bottlenecks(winner)[:3] if one.gain > 1.01)
+    limits = ", ".join(str(bottleneck) for bottleneck in bottlenecks(winner)[:3] if bottleneck.gain > 1.01)
     yield f"limits: {limits} with twice as much" if limits else "limits: nothing alone, by more than 1 %"
     launch = recipe(model, plan.question, winner)
     services = [launch["one_process"]] if launch["one_process"] else launch["services"]
@@ -159,7 +163,9 @@ def _winner_summary(plan: Plan, winner: Candidate, model: str) -> Iterator[str |
 
 
 def _full_table(plan: Plan, candidates: Sequence[Candidate]) -> Iterator[str | Text | Table]:
-    question, device, prices = plan.question, _device(plan), {}
+    question = plan.question
+    device = _device(plan)
+    prices = {}
     columns = {
         "<": _marks(plan, candidates),
         "<deployment": [f"{c.name()}\n{c.decode.layout.kind}{_in_batches(c)}{_compiled(c)}" for c in candidates],
@@ -174,7 +180,7 @@ def _full_table(plan: Plan, candidates: Sequence[Candidate]) -> Iterator[str | T
     }
     title = "none meets the objectives; nearest first"
     if plan.winner:
-        title = "meet the objectives, best first" if question.bounded else "most tokens a second first"
+        title = "meet the objectives, best first" if question.has_objectives else "most tokens a second first"
     yield f"{question.cluster.description}; a row's second lines: kind of layout, intervals"
     yield table(title, columns, zip(*columns.values(), strict=True))
     yield Text(
@@ -186,11 +192,12 @@ def _full_table(plan: Plan, candidates: Sequence[Candidate]) -> Iterator[str | T
 
 def _winner_details(plan: Plan, winner: Candidate, model: str) -> Iterator[Text]:
     """Fill the template `winner.txt`: memory, cost, corrected figures, commands, cold start, notes."""
-    launch, engine = recipe(model, plan.question, winner), plan.question.options.engine.name
+    launch = recipe(model, plan.question, winner)
+    engine = plan.question.options.engine.name
     values = {"winner": winner, "memory": winner.decode.memory, "engine": engine, "notes": launch["notes"]}
     values |= {"corrected": _corrected(winner), "unlike": unseen(winner)}
     values["kinds"] = Kind(winner.throughput.kinds).words()
-    values["services"] = [(one, _command(one).plain, _num_other_hosts(one, engine)) for one in launch["services"]]
+    values["services"] = [(s, _command(s).plain, _num_other_hosts(s, engine)) for s in launch["services"]]
     values["together"] = launch["one_process"] and _command(launch["one_process"]).plain
     for line in filled("texts", "winner.txt", **values).splitlines():
         style = _LINE_STYLES.get(line[:2], "")
@@ -214,10 +221,11 @@ def _device(plan: Plan) -> str:
 
 def _marks(plan: Plan, candidates: Sequence[Candidate]) -> list[str]:
     """Return each row's number, whether it meets the objectives, and ≈ if its tokens/s cannot be told apart from the first row's."""
-    bounds, marks = plan.question.bounds, []
+    bounds = plan.question.all_objectives
+    marks = []
     for number, candidate in enumerate(candidates, 1):
         words = [str(number)]
-        if plan.question.bounded:
+        if plan.question.has_objectives:
             words.append("✓" if candidate.meets(bounds, sure=True) else "~" if candidate.meets(bounds) else "✗")
         if number > 1 and not ratio_of(candidates[0], candidate, "throughput").is_decided:
             words.append("≈")
@@ -249,7 +257,8 @@ def _corrected(winner: Candidate) -> list[dict[str, Any]]:
 def show_usages(console: Console, usages: Sequence[DryRunUsage]) -> None:
     """Print what was taken from each dry run, or why nothing was."""
     for usage in usages:
-        run, verdict = usage.run, "taken" if usage.used else "not used"
+        run = usage.run
+        verdict = "taken" if usage.used else "not used"
         line = f"{run.file} ({run.mesh}, {run.shape}, {run.target}): {verdict}: {usage.text}"
         console.print(Text(line, "" if usage.used else "yellow"))
 

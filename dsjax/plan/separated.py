@@ -5,9 +5,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dsjax.plan.candidate import MAX_UTILISATION, Candidate, PrefillPool, first_token, prefill_pool, separated
+from dsjax.plan.candidate import MAX_UTILISATION, Candidate, PrefillPool, prefill_pool, separated, time_to_first_token
 from dsjax.plan.instance import Instance
-from dsjax.plan.question import Question, distinguishable_users
+from dsjax.plan.question import Question, batch_divisor
 from dsjax.plan.rules import refuse
 from sharding.mesh import MeshSpec
 
@@ -49,7 +49,9 @@ def separated_candidates(question: Question, fitting: list[Instance], prefilling
     if question.devices < 2 and question.cluster.prefill is None:
         return []
     decoders = _decoders(question, decoding, prefilling)
-    candidates, late, tried = [], [], set()
+    candidates = []
+    late = []
+    tried = set()
     for pool in _pools(question, prefilling):
         for decoder in decoders:
             for prefill_count, count in _splits(question, pool, decoder):
@@ -79,9 +81,9 @@ def _pools(question: Question, fitting: list[Instance]) -> list[PrefillPool]:
     bound = question.objective.ttft
     best: dict[int, list[PrefillPool]] = {}
     for instance in fitting:
-        for at, size in enumerate(instance.prefill_sizes()):
+        for index, size in enumerate(instance.prefill_sizes()):
             pool = prefill_pool(instance, size)
-            if bound is None or pool.alone <= bound or at == 0:
+            if bound is None or pool.alone <= bound or index == 0:
                 best.setdefault(instance.layout.devices, []).append(pool)
     kept = []
     for pools in best.values():
@@ -92,7 +94,7 @@ def _pools(question: Question, fitting: list[Instance]) -> list[PrefillPool]:
         # Without a TTFT bound only the rate counts; with one, also keep pools with a lower rate and a shorter prompt time.
         kept += front[:1] if bound is None else front[:_POOLS] + front[max(_POOLS, len(front) - _POOLS) :]
     kept.sort(key=lambda p: _sort_key(question, MAX_UTILISATION * p.rate, p.instance))
-    return kept if question.few else kept[: 4 * _POOLS]
+    return kept if question.is_small else kept[: 4 * _POOLS]
 
 
 def _sort_key(question: Question, rate: float, instance: Instance) -> float:
@@ -104,7 +106,7 @@ def _sort_key(question: Question, rate: float, instance: Instance) -> float:
 
 def _target_rate(question: Question) -> float:
     """Return the requests per second to serve, if a rate is given."""
-    return question.bounds.throughput / question.workload.output.mean
+    return question.all_objectives.throughput / question.workload.output.mean
 
 
 def _decoders(question: Question, decoding: list[Instance], prefilling: list[Instance]) -> list[Decoder]:
@@ -116,18 +118,18 @@ def _decoders(question: Question, decoding: list[Instance], prefilling: list[Ins
 
     every = [decoder(i, batch) for i in decoding for batch in _decode_batches(question, prefilling, i)]
     # Only batches within a factor of √2 compete with each other.
-    kept = _best(every, lambda d: (d.instance.layout.devices, round(2 * math.log2(d.batch))))
-    if question.few:
+    best = _best(every, lambda d: (d.instance.layout.devices, round(2 * math.log2(d.batch))))
+    if question.is_small:
         # If prefill is the bottleneck, batches are not full: each layout's largest batch then counts, not the one with the best rate.
         largest = {id(d.instance): d for d in sorted(every, key=lambda d: d.batch)}
-        known = {(id(d.instance), d.batch) for d in kept}
-        kept += [d for key, d in largest.items() if (key, d.batch) not in known]
+        known = {(id(d.instance), d.batch) for d in best}
+        best += [d for key, d in largest.items() if (key, d.batch) not in known]
     elif question.objective.tpot is not None:
         # Bisect only for the best: there are a thousand layouts.
-        top = sorted(kept, key=lambda d: _sort_key(question, d.rate, d.instance))[:_BISECTED]
+        top = sorted(best, key=lambda d: _sort_key(question, d.rate, d.instance))[:_BISECTED]
         every += [decoder(i, _largest_batch(question, i)) for i in {id(d.instance): d.instance for d in top}.values()]
     # For each size, also keep the fastest layout at the largest batch that meets the objective, on whichever rung.
-    return kept + _best(every, lambda d: d.instance.layout.devices)
+    return best + _best(every, lambda d: d.instance.layout.devices)
 
 
 def _best(decoders: list[Decoder], group) -> list[Decoder]:
@@ -140,44 +142,45 @@ def _best(decoders: list[Decoder], group) -> list[Decoder]:
 
 def _decode_batches(question: Question, prefilling: list[Instance], instance: Instance) -> list[float]:
     """Return batches that meet the objective, including the largest, which is bisected between two tried batches."""
-    bound, wanted = question.objective.tpot, question.workload.concurrency
-    if wanted is not None:
-        if wanted > instance.max_batch * instance.replicas * most_decode_instances(question, prefilling, instance):
+    bound, concurrency = question.objective.tpot, question.workload.concurrency
+    if concurrency is not None:
+        if concurrency > instance.max_batch * instance.replicas * most_decode_instances(question, prefilling, instance):
             return []
         # Assume that three quarters of the devices decode, with at least one instance.
         usual = max(1, 3 * question.devices // (4 * instance.layout.devices))
-        return [min(wanted / (instance.replicas * usual), float(instance.max_batch))]
-    rungs = [float(batch) for batch in question.rungs(instance)]
+        return [min(concurrency / (instance.replicas * usual), float(instance.max_batch))]
+    rungs = [float(batch) for batch in question.batches_to_try(instance)]
     if bound is None:
         return rungs
     meeting = {batch for batch in rungs if instance.tpot(batch) <= bound}
-    if question.few:
+    if question.is_small:
         meeting.add(_largest_batch(question, instance))
     return sorted(meeting) or [1.0]
 
 
 def _largest_batch(question: Question, instance: Instance) -> float:
     """Return the largest batch whose decode step alone meets the TPOT objective, by bisection; 1 if none does."""
-    bound, tried = question.objective.tpot, question.rungs(instance)
+    bound = question.objective.tpot
+    tried = question.batches_to_try(instance)
     low = max((b for b in tried if instance.tpot(float(b)) <= bound), default=0)
     if not low:
         return 1.0
-    parts = distinguishable_users(instance, 1)
+    parts = batch_divisor(instance, 1)
     users = range(low * parts, next((b for b in tried if b > low), low + 1) * parts)
     return users[bisect.bisect_left(users, True, 1, key=lambda n: instance.tpot(n / parts) > bound) - 1] / parts
 
 
 def _splits(question: Question, pool: PrefillPool, decoder: Decoder) -> list[tuple[int, int]]:
     """Return (prefill instances, decode instances) that balance both sides on the available devices, rounded both ways."""
-    sizes = Sizes(question.devices_kept(pool.instance), question.devices_kept(decoder.instance))
-    devices, work, pins, hosts = question.devices, question.workload, question.options.pins, question.cluster.prefill
+    sizes = Sizes(question.occupied_devices(pool.instance), question.occupied_devices(decoder.instance))
+    devices, work = question.devices, question.workload
+    pins, hosts = question.options.pins, question.cluster.prefill
     most = _decode_room(question, sizes, 1)
     if most < 1:
         return []
     if work.rate is not None:
-        prefill_count, decode_count = _fewest(
-            question, pool, decoder, (hosts.num_devices if hosts else devices) // sizes.prefill
-        )
+        max_prefill = (hosts.num_devices if hosts else devices) // sizes.prefill
+        prefill_count, decode_count = _fewest(question, pool, decoder, max_prefill)
         if decode_count <= _decode_room(question, sizes, prefill_count):
             return [(prefill_count, decode_count)]
     needed = decoder.rate / (MAX_UTILISATION * pool.rate)  # prefill instances for each decode instance
@@ -189,7 +192,8 @@ def _splits(question: Question, pool: PrefillPool, decoder: Decoder) -> list[tup
     # Each side has its own hosts. Try all decode instances that fit (also fewer if a concurrency is given), each with enough prefill
     # instances to keep up, one more, and all of them.
     parts = (1,) if work.concurrency is None or pins.decode_count else (1, 2, 4, 8)
-    pairs, all_prefill = [], hosts.num_devices // sizes.prefill
+    pairs = []
+    all_prefill = hosts.num_devices // sizes.prefill
     for decode_count in sorted({max(1, (pins.decode_count or most) // part) for part in parts}):
         enough = math.ceil(needed * decode_count)
         tried = {min(all_prefill, max(1, enough)), min(all_prefill, enough + 1), all_prefill}
@@ -202,12 +206,16 @@ def _splits(question: Question, pool: PrefillPool, decoder: Decoder) -> list[tup
 def _fewest(question: Question, pool: PrefillPool, decoder: Decoder, most: int) -> tuple[int, int]:
     """Return the fewest (prefill instances, decode instances) that serve a given rate, or the pinned counts. If even `most` prefill
     instances miss the TTFT, return `most` + 1 of them."""
-    rate, pins, bound = _target_rate(question), question.options.pins, question.objective.ttft
-    instance, prefill_count = decoder.instance, math.ceil(rate / (MAX_UTILISATION * pool.rate))
+    rate = _target_rate(question)
+    pins = question.options.pins
+    bound = question.objective.ttft
+    instance = decoder.instance
+    prefill_count = math.ceil(rate / (MAX_UTILISATION * pool.rate))
     if bound is not None:
-        step, counts = instance.decode_step(decoder.batch), range(prefill_count, most + 1)
+        step = instance.decode_step(decoder.batch)
+        counts = range(prefill_count, most + 1)
         prefill_count += bisect.bisect_left(
-            counts, True, key=lambda count: first_token(pool, count, instance, step, rate) <= bound
+            counts, True, key=lambda count: time_to_first_token(pool, count, instance, step, rate) <= bound
         )
     return pins.prefill_count or prefill_count, pins.decode_count or math.ceil(rate / decoder.rate)
 
@@ -245,10 +253,10 @@ def _shared_devices(question: Question, sizes: Sizes, prefill_counts: set[int]) 
 def most_decode_instances(question: Question, prefilling: Sequence[Instance], instance: Instance) -> int:
     """Return the most decode instances of a layout that fit beside the `prefilling` ones for a given concurrency, or 0."""
     most = 0
-    for prefill_size in {question.devices_kept(one) for one in prefilling}:
-        sizes = Sizes(prefill_size, question.devices_kept(instance))
-        own_hosts = question.cluster.prefill is not None
-        counts = {1} if own_hosts else _prefill_shares(question.devices, prefill_size)
+    for prefill_size in {question.occupied_devices(one) for one in prefilling}:
+        sizes = Sizes(prefill_size, question.occupied_devices(instance))
+        has_own_hosts = question.cluster.prefill is not None
+        counts = {1} if has_own_hosts else _prefill_shares(question.devices, prefill_size)
         most = max(most, *(count for _, count in _shared_devices(question, sizes, counts)), 0)
     return most
 
@@ -258,20 +266,24 @@ def _smaller_batches(question: Question, late: list[tuple[PrefillPool, Candidate
 
     The batch is found with interpolated decode steps; the result is then priced exactly.
     """
-    bound, found, seen = question.objective.ttft, [], set()
+    bound = question.objective.ttft
+    reduced = []
+    seen = set()
     for pool, late_one in sorted(late, key=lambda pair: -pair[1].throughput)[:_MOST_REDUCED]:
-        instance, counts = late_one.decode, (late_one.prefill_count, late_one.count)
+        instance = late_one.decode
+        counts = (late_one.prefill_count, late_one.count)
         key = (id(pool), id(instance), *counts)
         if key in seen or pool.alone > bound:
             continue
         seen.add(key)
-        low, high, curve = 0.0, late_one.batch, lambda batch, one=instance: one.decode_curve(one.rows(batch))
+        low, high = 0.0, late_one.batch
+        curve = lambda batch, one=instance: one.decode_curve(one.rows(batch))  # noqa: E731
         for _ in range(_BISECTION_STEPS):
             middle = (low + high) / 2
             meets = separated(pool, counts[0], instance, counts[1], middle, curve).ttft <= bound
             low, high = (middle, high) if meets else (low, middle)
         # If prefill has its own hosts, no other split makes up for a user lost to rounding, so do not round to whole users.
-        users = distinguishable_users(instance, counts[1]) if instance.cluster.prefill is None else 1 << 24
+        users = batch_divisor(instance, counts[1]) if instance.cluster.prefill is None else 1 << 24
         if batch := math.floor(low * users) / users:
-            found.append(separated(pool, counts[0], instance, counts[1], batch))
-    return found
+            reduced.append(separated(pool, counts[0], instance, counts[1], batch))
+    return reduced

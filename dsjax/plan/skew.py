@@ -87,7 +87,8 @@ def drawn(variation: float, experts: int, drift: float) -> Loads:
 
     drift: share of the spread that the balancer has not seen.
     """
-    rng, each = np.random.default_rng(0), quantiles(experts)
+    rng = np.random.default_rng(0)
+    each = quantiles(experts)
     each = each * (math.sqrt(math.log(1 + variation**2)) / each.std())
     before, new = (np.stack([rng.permutation(each) for _ in range(_DRAWS)]) for _ in range(2))
     return Loads(np.exp(before), np.exp(_drift(before, new, drift)))
@@ -120,17 +121,14 @@ def busiest(every: tuple[Loads, ...], slots: Slots, balanced: bool) -> list[tupl
         every = tuple(Loads(one.seen[: _DRAWS // 3], one.served[: _DRAWS // 3]) for one in every)
     # Place all loads together: the policies take all layers at once.
     if balanced:
-        placed_LP = _balanced(np.concatenate([one.seen for one in every]), slots)
+        sizes = {"n_physical": slots.physical, "ranks": slots.ranks, "groups": slots.groups, "hosts": slots.hosts}
+        placed_LP = rebalance(np.concatenate([one.seen for one in every]), **sizes)
     else:
         placed_LP = _static(every[0].seen.shape[1], slots)
     loads_LR = rank_loads(np.concatenate([one.served for one in every]), placed_LP, slots.ranks)
     ends = np.cumsum([len(one.served) for one in every])[:-1]
     ratios = np.split(loads_LR.max(axis=1) / loads_LR.mean(axis=1), ends)
-    return [(float(each.mean()), float(each.min()), float(each.max())) for each in ratios]
-
-
-def _balanced(load_LE: np.ndarray, slots: Slots) -> Int[np.ndarray, "L P"]:
-    return rebalance(load_LE, n_physical=slots.physical, ranks=slots.ranks, groups=slots.groups, hosts=slots.hosts)
+    return [(float(ratio.mean()), float(ratio.min()), float(ratio.max())) for ratio in ratios]
 
 
 def _static(experts: int, slots: Slots) -> Int[np.ndarray, "1 P"]:
@@ -147,15 +145,13 @@ BUSIEST = "busiest rank ÷ mean"
 
 @dataclass(frozen=True)
 class Skew:
-    """Coefficient of variation (standard deviation ÷ mean) of tokens per expert in a layer: value, low, high.
-
-    trace: the recorded layers it was measured on; of two recordings, the balancer has seen the first.
-    """
+    """Coefficient of variation (standard deviation ÷ mean) of tokens per expert in a layer: value, low, high."""
 
     variation: float
     low: float
     high: float
     source: str
+    # the recorded layers it was measured on; of two recordings, the balancer has seen the first
     trace: Loads | None = field(default=None, compare=False, repr=False)
 
     def slowest(self, slots: Slots, experts: int, rows: float, balanced: bool) -> float:
@@ -167,10 +163,10 @@ class Skew:
         if slots.ranks == 1:
             return 1.0
         chance = 2 * math.log(slots.ranks) / rows if rows > 0 else 0.0
-        uniform = self.high == 0
-        placed = (1.0, 1.0, 1.0) if uniform else self._placed(slots, experts, balanced)
+        is_uniform = self.high == 0
+        placed = (1.0, 1.0, 1.0) if is_uniform else self._placed(slots, experts, balanced)
         value, low, high = (min(1 + math.sqrt((end - 1) ** 2 + chance), slots.ranks) for end in placed)
-        if uniform or not is_drawing():
+        if is_uniform or not is_drawing():
             return value
         seen = self.trace is not None and self._determines(experts, balanced)
         return (measured if seen else assumed)(value, min(value, low), max(value, high), BUSIEST, self.source)
@@ -277,7 +273,8 @@ def read_skew(text: str) -> Skew:
         return Skew(*[zipf_variation(exponent)] * 3, f"given: popularity ∝ rank^-{text[5:]}")
     files = [text] if Path(text).exists() or text.count(",") != 1 else text.split(",")
     tables = [_read_trace(file) for file in files]
-    seen, served = tables[0], tables[-1]
+    seen = tables[0]
+    served = tables[-1]
     refuse("trace", given=text, seen=seen, served=served)
     used = (seen.sum(axis=1) > 0) & (served.sum(axis=1) > 0)
     seen = seen[used]

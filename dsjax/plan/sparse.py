@@ -24,7 +24,7 @@ def index_projections(chip: Chip, config: ModelConfig, tokens: float) -> float:
 
 
 def sparse_attention(
-    chip: Chip, config: ModelConfig, heads: int, tokens: float, read: float, context: float, prompt: float | None
+    chip: Chip, config: ModelConfig, heads: int, tokens: float, tokens_read: float, context: float, prompt: float | None
 ) -> float:
     """Return the seconds in one layer of `tokens` that see `context` positions each (see `StepModel.attention`). heads: per device.
 
@@ -32,9 +32,12 @@ def sparse_attention(
     the selected ones.
     """
     _, key = chip.precision.cache_groups(config, (0,))
-    chosen = choice(chip, config, tokens, context, (read if prompt is None else read + tokens) * key.page_bytes)
-    mla, rank = config.mla, config.mla.kv_lora_rank
-    latent, topk = rank + mla.qk_rope_head_dim, mla.indexer.topk
+    keys_read = tokens_read if prompt is None else tokens_read + tokens
+    chosen = choice(chip, config, tokens, context, keys_read * key.page_bytes)
+    mla = config.mla
+    rank = mla.kv_lora_rank
+    latent = rank + mla.qk_rope_head_dim
+    topk = mla.indexer.topk
     if prompt is None:
         return chosen + gathered_decode(chip, heads, tokens, float(topk), latent, rank)
     masked = chip.prefill_attention(heads, tokens, tokens / prompt, context, mla.qk_head_dim + mla.v_head_dim)
@@ -42,17 +45,17 @@ def sparse_attention(
     return chosen + min(masked, gathered_prefill(chip, heads, tokens, positions, latent, rank))
 
 
-def choice(chip: Chip, config: ModelConfig, tokens: float, seen: float, key_bytes: float) -> float:
-    """Return the seconds of one layer's index scores of `tokens` over `seen` keys each, and of the top-k selection.
+def choice(chip: Chip, config: ModelConfig, tokens: float, visible: float, key_bytes: float) -> float:
+    """Return the seconds of one layer's index scores of `tokens` over `visible` keys each, and of the top-k selection.
 
     Scores are products of all index heads with the keys, in FP8 with an FP8 cache. key_bytes: bytes of all keys, which are read once.
     """
     fp8 = chip.precision.cache < BF16
     peak = chip.hardware.fp8_flops if fp8 else chip.hardware.bf16_flops
     indexer = config.attention.indexer
-    flops = 2.0 * tokens * seen * indexer.n_heads * (indexer.head_dim + 1)
+    flops = 2.0 * tokens * visible * indexer.n_heads * (indexer.head_dim + 1)
     scores = max(flops / (assumption("index scores, share of peak") * peak), chip.stream(key_bytes))
-    return scores + chip.stream(4.0 * SCORE_PASSES * tokens * seen)
+    return scores + chip.stream(4.0 * SCORE_PASSES * tokens * visible)
 
 
 def gathered_decode(chip: Chip, heads: int, tokens: float, positions: float, latent: int, rank: int) -> float:

@@ -16,19 +16,19 @@ from dsjax.texts import filled
 
 @dataclass(frozen=True)
 class StaticResult:
-    """Result of one batch per DP rank on one instance. rate: tokens/s per device; prompt tokens in `static_ctx`, output tokens otherwise.
-    None: not part of the mode."""
+    """Result of one batch per DP rank on one instance."""
 
     instance: Instance
     mode: str
     batch: int
-    ttft: float | None  # of all its prompts, computed in steps of `--prefill-tokens`
-    tpot: float | None  # of its decode steps
-    rate: float
+    ttft: float | None  # of all its prompts, computed in steps of `--prefill-tokens`; None: not part of the mode
+    tpot: float | None  # of its decode steps; None: not part of the mode
+    rate: float  # tokens/s per device; prompt tokens in `static_ctx`, output tokens otherwise
 
     def to_json(self) -> dict[str, Any]:
         """Return stable JSON fields; figures as `Figure.to_json`."""
-        instance, layout = self.instance, self.instance.layout
+        instance = self.instance
+        layout = instance.layout
         return {
             "mesh": str(layout.mesh),
             "expert_mesh": f"ep={layout.experts}" if layout.experts else None,
@@ -63,7 +63,8 @@ def _with_intervals(result: StaticResult) -> StaticResult:
 
 
 def _result(instance: Instance, mode: str, batch: int) -> StaticResult:
-    work, users = instance.workload, batch * instance.replicas / instance.layout.devices
+    work = instance.workload
+    users = batch * instance.replicas / instance.layout.devices
     tokens = min(batch * work.computed, instance.options.prefill_tokens)
     ttft = None if mode == "static_gen" else instance.prompt_seconds(tokens) * batch
     tpot = None if mode == "static_ctx" else instance.tpot(batch)
@@ -89,14 +90,14 @@ def show_static(console: Console, results: list[StaticResult], mode: str, rows: 
     names = ("<layout", "devices", "batch", "of at most", "TTFT s", "TPOT ms", rate)
     cells = [
         (
-            f"{one.instance.layout}\n{one.instance.layout.kind}",
-            str(one.instance.layout.devices),
-            str(one.instance.requests(one.batch)),
-            str(one.instance.requests(one.instance.max_batch)),
-            one.ttft.text(1, 2, TWO_LINES) if one.ttft else "",
-            one.tpot.text(1e3, 1, TWO_LINES) if one.tpot else "",
-            one.rate.text(1, 0, TWO_LINES),
+            f"{result.instance.layout}\n{result.instance.layout.kind}",
+            str(result.instance.layout.devices),
+            str(result.instance.requests(result.batch)),
+            str(result.instance.requests(result.instance.max_batch)),
+            result.ttft.text(1, 2, TWO_LINES) if result.ttft else "",
+            result.tpot.text(1e3, 1, TWO_LINES) if result.tpot else "",
+            result.rate.text(1, 0, TWO_LINES),
         )
-        for one in results[:rows]
+        for result in results[:rows]
     ]
     console.print(table(f"{mode}: most tokens a second a device first", names, cells) if results else missing)

@@ -13,7 +13,7 @@ from dsjax.plan.compressed import COMPRESSED, compressed_attention, compressed_p
 from dsjax.plan.figure import assumption, measured
 from dsjax.plan.network import all_reduce
 from dsjax.plan.operator_tables import AICONFIGURATOR
-from dsjax.plan.precision import BF16
+from dsjax.plan.precision import BF16, operand_bytes
 from dsjax.plan.sparse import index_projections, sparse_attention
 from dsjax.plan.step_basis import HALVES, StepBasis, overlapped_layers, routed_experts, windowed_layers
 
@@ -46,15 +46,14 @@ class RankWork(NamedTuple):
 
 
 class LayersWork(NamedTuple):
-    """Work of some layers. ranks: attention waits for the one with most work. tokens: of the fullest rank. busy: mean tokens of all ranks ÷
-    `tokens`, for the experts, which see all ranks' tokens. verified: tokens of a decode. kinds: kinds of layers with their numbers."""
+    """Work of some layers."""
 
-    ranks: tuple[RankWork, ...]
-    tokens: float
-    busy: float
+    ranks: tuple[RankWork, ...]  # attention waits for the one with most work
+    tokens: float  # of the fullest rank
+    busy: float  # mean tokens of all ranks ÷ `tokens`, for the experts, which see all ranks' tokens
     decode: bool
-    verified: int
-    kinds: tuple[tuple[LayerKind, int], ...]
+    verified: int  # tokens of a decode
+    kinds: tuple[tuple[LayerKind, int], ...]  # kinds of layers with their numbers
 
     @property
     def layers(self) -> int:
@@ -74,7 +73,7 @@ class LayersWork(NamedTuple):
     def share(self, parts: int, routed: bool | None = None) -> LayersWork:
         """Return one of `parts` equal batches. routed: only layers with experts (True), only those without (False), or all (None)."""
         ranks = self.ranks if parts == 1 else tuple(rank.times(1 / parts) for rank in self.ranks)
-        kinds = tuple(one for one in self.kinds if routed in (None, one[0].routed))
+        kinds = tuple(kind for kind in self.kinds if routed in (None, kind[0].routed))
         return self._replace(ranks=ranks, tokens=self.tokens / parts, kinds=kinds)
 
 
@@ -129,7 +128,8 @@ class StepModel(StepBasis):
 
         A prompt longer than the step counts as its mean chunk. busy: share of the DP ranks with `tokens` tokens; the others have none.
         """
-        attended, ended = cached + (prompt + 1) / 2, max(1.0, tokens / prompt)
+        attended = cached + (prompt + 1) / 2
+        ended = max(1.0, tokens / prompt)
         rank = RankWork(prompts=tokens, pairs=tokens * attended, cached=tokens * cached / prompt, ended=ended)
         return self.step([rank], drafts=drafts, busy=busy, uneven=assumption("uneven prompts"))
 
@@ -141,9 +141,10 @@ class StepModel(StepBasis):
         wait: float,
         kinds: tuple[tuple[LayerKind, int], ...],
     ) -> LayersWork:
-        each = [rank.decodes * verified + rank.prompts for rank in ranks]
-        most, decode = max(each), not any(rank.prompts for rank in ranks)
-        busy = sum(each) / len(each) / most if busy is None else busy
+        rank_tokens = [rank.decodes * verified + rank.prompts for rank in ranks]
+        most = max(rank_tokens)
+        decode = not any(rank.prompts for rank in ranks)
+        busy = sum(rank_tokens) / len(rank_tokens) / most if busy is None else busy
         ranks = tuple(ranks) if wait == 1.0 else tuple(rank.times(wait) for rank in ranks)
         return LayersWork(ranks, most, busy, decode, verified, kinds)
 
@@ -152,12 +153,15 @@ class StepModel(StepBasis):
 
         As in SGLang's `forward_draft_extend` (srt/speculative/eagle_worker.py), and for context requests in TensorRT-LLM's worker.
         """
-        seconds, host, module = 0.0, {}, ((self.config.mtp_kind, 1),)
+        seconds = 0.0
+        host = {}
+        module = ((self.config.mtp_kind, 1),)
         if any(rank.prompts for rank in ranks):
             prompts = [rank._replace(decodes=0, context=0) for rank in ranks]
             seconds += self._pass(self._work(prompts, 1, busy, 1.0, module), max(rank.ended for rank in ranks))
         if any(rank.decodes for rank in ranks):
-            decodes, batch = [RankWork(*rank[:2]) for rank in ranks], max(rank.decodes for rank in ranks)
+            decodes = [RankWork(*rank[:2]) for rank in ranks]
+            batch = max(rank.decodes for rank in ranks)
             for verified, times in ((1 + drafts, 1), (1, drafts - 1)):
                 if times:
                     seconds += self._pass(self._work(decodes, verified, busy, wait, module), batch) * times
@@ -179,7 +183,8 @@ class StepModel(StepBasis):
         """Return the seconds to launch a prefill step's kernels one by one: CUDA graphs cover only steps of few tokens, if any."""
         if self.cluster.hardware.platform != "cuda":
             return 0.0
-        config, way = self.config, "a layer, eager" if self.engine.eager else "a layer, compiled"
+        config = self.config
+        way = "a layer, eager" if self.engine.eager else "a layer, compiled"
         time = assumption(f"launches of {way}") * config.num_hidden_layers
         if not self.engine.eager and config.is_moe and self.layout.mesh.ep_size > 1:
             table = self.chip.operators.grouped_prefill("h200")
@@ -204,8 +209,8 @@ class StepModel(StepBasis):
         if moe <= 1:  # the MTP module's layer is computed as a whole
             return self.parts(work)
         half = self.parts(work.share(2, routed=True), halved=True)
-        whole = self.parts(work.share(1, routed=False))
-        return whole | {HALVES: windowed_layers(self, work.tokens, work.decode, moe, half)}
+        dense_parts = self.parts(work.share(1, routed=False))
+        return dense_parts | {HALVES: windowed_layers(self, work.tokens, work.decode, moe, half)}
 
     def parts(self, work: LayersWork, halved: bool = False) -> dict[str, float]:
         """Return the seconds of the layers' parts without overlap. halved: the work is one of two half batches."""
@@ -218,10 +223,10 @@ class StepModel(StepBasis):
             routed = self.routed(tokens, decode, work.busy, halved)
             parts |= {name: seconds * moe for name, seconds in routed.items()}
             # The shared experts run on a second stream, in parallel with the routed ones.
-            beside = (
+            is_parallel = (
                 decode and self.engine.shared_beside and not self.overlap and self.cluster.hardware.platform == "cuda"
             )
-            if beside and "shared experts" in parts:
+            if is_parallel and "shared experts" in parts:
                 parts["shared experts"] *= assumption("share of the shared experts that is not hidden")
         return parts
 
@@ -229,16 +234,18 @@ class StepModel(StepBasis):
         """Return the seconds of one layer's routed experts, dispatch and combine."""
         return routed_experts(self, tokens, decode, busy, halved)
 
-    def _dense(self, work: LayersWork, read: float, absorbed: bool) -> dict[str, float]:
+    def _dense(self, work: LayersWork, tokens_read: float, absorbed: bool) -> dict[str, float]:
         """Return the parts, without attention, that all layouts with the same `tp` share. They are computed once."""
         config, chip, tp = self.config, self.chip, self.layout.mesh.tp_size
         tokens, decode, layers, dense, attentions = work.tokens, work.decode, work.layers, work.dense, work.attentions
-        moe, fused = layers - dense, self.layout.fused
+        moe = layers - dense
+        fused = self.layout.fused
         streamed = sum(self._streamed(tokens, decode, kind) * count for kind, count in attentions.items())
 
         def make() -> dict[str, float]:
-            each = ((self._projections(tokens, read, absorbed, kind), count) for kind, count in attentions.items())
-            projections = sum(seconds * count for seconds, count in each)
+            projections = sum(
+                self._projections(tokens, tokens_read, absorbed, kind) * count for kind, count in attentions.items()
+            )
             seconds_of = {"projections": projections, "element-wise": chip.stream(streamed)}
             if decode:
                 # On Blackwell the all-reduces over tp were timed together with the two norms that follow them.
@@ -248,8 +255,8 @@ class StepModel(StepBasis):
             if config.streams:
                 seconds_of["hyper-connections"] = hyper_connections(chip, config, tokens) * layers
             if tp > 1:
-                each = all_reduce(self.cluster, tp, tokens * config.hidden_size * BF16)
-                seconds_of["tensor-parallel sums"] = each * (2 * layers)
+                sum_seconds = all_reduce(self.cluster, tp, tokens * config.hidden_size * BF16)
+                seconds_of["tensor-parallel sums"] = sum_seconds * (2 * layers)
             if dense:
                 seconds_of["dense MLP"] = self._mlp(tokens, config.intermediate_size // tp) * dense
             if moe:
@@ -260,34 +267,43 @@ class StepModel(StepBasis):
                 seconds_of["shared experts"] = self._mlp(tokens, hidden) * moe
             return seconds_of
 
-        return self.once((tp, tokens, read, decode, absorbed, work.kinds, streamed, fused), make)
+        return self.once((tp, tokens, tokens_read, decode, absorbed, work.kinds, streamed, fused), make)
 
-    def _projections(self, tokens: float, read: float, absorbed: bool, kind: str = "mla") -> float:
+    def _projections(self, tokens: float, tokens_read: float, absorbed: bool, kind: str = "mla") -> float:
         """Return the seconds of query, latent and output projections, and of the absorbed products or the expansion of keys and values."""
         config, chip, tp = self.config, self.chip, self.layout.mesh.tp_size
         if kind in COMPRESSED:
             return compressed_projections(chip, config, kind, tp, tokens)
-        mla, heads, width = config.mla, config.num_attention_heads // tp, config.hidden_size
-        rank, query = mla.kv_lora_rank, mla.q_lora_rank or width
+        mla = config.mla
+        heads = config.num_attention_heads // tp
+        width = config.hidden_size
+        rank = mla.kv_lora_rank
+        query = mla.q_lora_rank or width
         latent = rank + mla.qk_rope_head_dim + (mla.q_lora_rank or 0)
         time = chip.product(tokens, latent, width) + chip.product(tokens, heads * mla.qk_head_dim, query)
         time += chip.product(tokens, width, heads * mla.v_head_dim)
         if mla.indexer is not None:
             time += index_projections(chip, config, tokens)
-        both = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        return time + (chip.bf16_product(tokens, both, rank) if absorbed else chip.product(tokens + read, both, rank))
+        kv_width = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        if absorbed:
+            return time + chip.bf16_product(tokens, kv_width, rank)
+        return time + chip.product(tokens + tokens_read, kv_width, rank)
 
     def _streamed(self, tokens: float, decode: bool, kind: str = "mla") -> float:
         """Return the bytes that a layer's small operations read and write, counting each operand once."""
-        config, tp = self.config, self.layout.mesh.tp_size
-        own, heads = config.attention, config.num_attention_heads // tp
+        config, tp, precision = self.config, self.layout.mesh.tp_size, self.chip.precision
+        attention = config.attention
+        heads = config.num_attention_heads // tp
+        linear, mlp = operand_bytes(precision.linear), operand_bytes(precision.mlp)
         norms = 2 * 7 * config.hidden_size
-        norms += 3 * ((own.q_lora_rank or 0) + own.latent_dim + own.qk_rope_head_dim)
-        rotation = 4 * heads * own.qk_head_dim
-        keys = 0 if decode or kind in COMPRESSED else 2 * heads * (own.qk_head_dim + own.qk_nope_head_dim)
-        output = 3 * heads * own.v_head_dim + 8 * compressor_columns(config, kind)
+        norms += (2 + linear) * ((attention.q_lora_rank or 0) + attention.latent_dim + attention.qk_rope_head_dim)
+        rotation = 4 * heads * attention.qk_head_dim
+        keys = 0 if decode or kind in COMPRESSED else 2 * heads * (attention.qk_head_dim + attention.qk_nope_head_dim)
+        output = (2 + linear) * heads * attention.v_head_dim if linear < BF16 else 0  # quantising it
+        output += 8 * compressor_columns(config, kind)
         shared = 0 if self.layout.fused else config.n_shared_experts  # routed experts: part of their matmul times
-        return tokens * (norms + rotation + keys + output + 5 * config.moe_intermediate_size * shared / tp)
+        gated = (4 + mlp) * config.moe_intermediate_size * shared / tp
+        return tokens * (norms + rotation + keys + output + gated)
 
     def _mlp(self, tokens: float, hidden: int) -> float:
         width = self.config.hidden_size
@@ -308,59 +324,61 @@ class StepModel(StepBasis):
         kinds = work.attentions.items()
         return sum(sum(self.attention(*one, kind) for one in asked) * count for kind, count in kinds)
 
-    def attention(self, tokens: float, read: float, context: float, decode: bool, kind: str = "mla") -> float:
-        """Return the seconds in one layer of `tokens` that attend to `context` positions each. read: cached positions of all of them."""
+    def attention(self, tokens: float, tokens_read: float, context: float, decode: bool, kind: str = "mla") -> float:
+        """Return the seconds in one layer of `tokens` that attend to `context` positions each. tokens_read: cached positions of all."""
         config = self.config
         heads = config.num_attention_heads // self.layout.mesh.tp_size
         if kind in COMPRESSED:
-            prompt = None if decode else mean_prompt(tokens, read, context)
-            return compressed_attention(self.chip, config, kind, heads, tokens, read, context, prompt)
+            prompt = None if decode else mean_prompt(tokens, tokens_read, context)
+            return compressed_attention(self.chip, config, kind, heads, tokens, tokens_read, context, prompt)
         mla = config.mla
         # `context` is the mean over a prompt's tokens; half of them see more.
         if mla.indexer is not None and context * (1 if decode else 2) > mla.indexer.topk:
-            prompt = None if decode else mean_prompt(tokens, read, context)
-            return sparse_attention(self.chip, config, heads, tokens, read, context, prompt)
+            prompt = None if decode else mean_prompt(tokens, tokens_read, context)
+            return sparse_attention(self.chip, config, heads, tokens, tokens_read, context, prompt)
         if not decode:
-            return self._prompt_attention(tokens, read, context, self.absorbs(tokens, read, context))
+            return self._prompt_attention(tokens, tokens_read, context, self.absorbs(tokens, tokens_read, context))
         # Drafts of a request are further query rows on the same cached positions.
-        rows = read / context if context else tokens
+        rows = tokens_read / context if context else tokens
         latent = mla.kv_lora_rank + mla.qk_rope_head_dim
-        each = max(1.0, tokens / max(rows, 1e-9))
-        return self.chip.decode_attention(heads * each, rows, context, latent, mla.kv_lora_rank)
+        tokens_per_row = max(1.0, tokens / max(rows, 1e-9))
+        return self.chip.decode_attention(heads * tokens_per_row, rows, context, latent, mla.kv_lora_rank)
 
-    def _prompt_attention(self, tokens: float, read: float, context: float, absorbed: bool) -> float:
-        """Return the seconds of prompt attention in one layer. read = tokens × cached ÷ prompt, context = cached + (prompt + 1) / 2."""
-        mla, heads = self.config.mla, self.config.num_attention_heads // self.layout.mesh.tp_size
-        prompt, rank = mean_prompt(tokens, read, context), mla.kv_lora_rank
+    def _prompt_attention(self, tokens: float, tokens_read: float, context: float, absorbed: bool) -> float:
+        """Return the seconds of prompt attention in one layer. tokens_read, context: as in `mean_prompt`."""
+        mla = self.config.mla
+        heads = self.config.num_attention_heads // self.layout.mesh.tp_size
+        prompt = mean_prompt(tokens, tokens_read, context)
+        rank = mla.kv_lora_rank
         if absorbed:
             latent = rank + mla.qk_rope_head_dim
             return self.chip.decode_attention(heads * prompt, tokens / prompt, context, latent, rank)
         return self.chip.prefill_attention(heads, tokens, tokens / prompt, context, mla.qk_head_dim + mla.v_head_dim)
 
-    def absorbs(self, tokens: float, read: float, context: float) -> bool:
+    def absorbs(self, tokens: float, tokens_read: float, context: float) -> bool:
         """Return whether prompts after cached positions use absorbed attention instead of expanding every cached latent.
 
         The faster form by published kernel times wins: the absorbed one for a few tokens after many. The recipe passes the choice to the
-        engine. read, context: as in `attention`.
+        engine. tokens_read, context: as in `attention`.
         """
         mla = self.config.mla
-        if read <= 0 or mla is None or mla.indexer is not None:
+        if tokens_read <= 0 or mla is None or mla.indexer is not None:
             return False
         more = 2 * mla.kv_lora_rank + mla.qk_rope_head_dim - mla.qk_head_dim - mla.v_head_dim
         expanded = (mla.qk_nope_head_dim + mla.v_head_dim) * mla.kv_lora_rank
-        if tokens * context * more > read * expanded:  # more FLOPs, at no higher rate
+        if tokens * context * more > tokens_read * expanded:  # more FLOPs, at no higher rate
             return False
 
         def faster() -> bool:
             naive, absorbed = (
-                self._projections(tokens, read, way) + self._prompt_attention(tokens, read, context, way)
+                self._projections(tokens, tokens_read, way) + self._prompt_attention(tokens, tokens_read, context, way)
                 for way in (False, True)
             )
             return absorbed < naive
 
-        return self.once(("absorbs", self.layout.mesh.tp_size, tokens, read, context), faster)
+        return self.once(("absorbs", self.layout.mesh.tp_size, tokens, tokens_read, context), faster)
 
 
-def mean_prompt(tokens: float, read: float, context: float) -> float:
-    """Return the new tokens of a step's mean prompt, from read = tokens × cached ÷ prompt and context = cached + (prompt + 1) / 2."""
-    return max(1.0, (context - 0.5) / (read / tokens + 0.5))
+def mean_prompt(tokens: float, tokens_read: float, context: float) -> float:
+    """Return the new tokens of a step's mean prompt. tokens_read = tokens × cached ÷ prompt; context = cached + (prompt + 1) / 2."""
+    return max(1.0, (context - 0.5) / (tokens_read / tokens + 0.5))

@@ -27,10 +27,7 @@ from sharding.dispatch import choose_method
 
 @dataclass(frozen=True)
 class StepBasis:
-    """Inputs for pricing a step of one instance. Sizes are per DP rank, times in seconds.
-
-    shared: a dict shared by all layouts on one cluster, with the prices they have in common in the current draw.
-    """
+    """Inputs for pricing a step of one instance. Sizes are per DP rank, times in seconds."""
 
     config: ModelConfig
     cluster: Cluster
@@ -38,13 +35,15 @@ class StepBasis:
     options: PlanOptions
     overlap: bool = False  # two-batch overlap
     balancing: bool = True  # redundant experts are placed by their load
+    # a dict shared by all layouts on one cluster, with the prices they have in common in the current draw
     shared: dict = field(default_factory=dict, compare=False, repr=False)
     chip: Chip = field(init=False)
     engine: Engine = field(init=False)
     dispatch: str = field(init=False)  # `deepep`, or a method of dsjax
 
     def __post_init__(self):
-        options, engine = self.options, self.options.engine
+        options = self.options
+        engine = options.engine
         rate = engine.fp8_rate if self.cluster.hardware.is_blackwell else None
         tables = self.once(tables_of(options.operators), dict)
         about = self.cluster.hardware, options.precision, options.operators, tables, {}, engine.fp8_mla, rate
@@ -55,10 +54,10 @@ class StepBasis:
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return the value of `make`, computed once per draw for all layouts with the same key."""
-        found = self.shared.get(key)
-        if found is None:
-            found = self.shared[key] = make()
-        return found
+        value = self.shared.get(key)
+        if value is None:
+            value = self.shared[key] = make()
+        return value
 
     @property
     def places_by_load(self) -> bool:
@@ -73,8 +72,10 @@ class StepBasis:
     @cached_property
     def expert_slots(self) -> Slots:
         """Slots for the experts. Hosts count only if each copy of the experts fills whole hosts, as in the engine (`hosts_of_experts`)."""
-        ranks, each = self.layout.mesh.ep_size, self.cluster.devices_per_host
-        hosts = ranks // each if ranks == self.layout.mesh.num_devices and ranks % each == 0 else 1
+        ranks = self.layout.mesh.ep_size
+        devices_per_host = self.cluster.devices_per_host
+        is_whole = ranks == self.layout.mesh.num_devices and ranks % devices_per_host == 0
+        hosts = ranks // devices_per_host if is_whole else 1
         return Slots(ranks, self.config.n_routed_experts + self.layout.redundant, self.config.n_group, max(hosts, 1))
 
     def slowest(self, rows: float) -> float:
@@ -83,9 +84,10 @@ class StepBasis:
 
     def own_method(self, tokens: float, halved: bool = False) -> str:
         """Return the method of dsjax's own dispatch for `tokens` tokens per device (or per half batch), as the engine resolves it."""
-        mesh, whole = self.layout.mesh, max(1, math.ceil(tokens))
+        mesh = self.layout.mesh
+        whole_tokens = max(1, math.ceil(tokens))
         about = {"overlapped": halved, "on_host": self._ranks_on_host, "routed_groups": self.routed_groups}
-        return choose_method(self.dispatch, whole, self.config.num_experts_per_tok, mesh.ep_size, "gpu", **about)
+        return choose_method(self.dispatch, whole_tokens, self.config.num_experts_per_tok, mesh.ep_size, "gpu", **about)
 
     @cached_property
     def _ranks_on_host(self) -> int:
@@ -131,8 +133,7 @@ def routed_experts(
 
 
 def _routed(step: StepBasis, rank_tokens: float, decode: bool, busy: float, halved: bool) -> dict[str, float]:
-    mesh, config = step.layout.mesh, step.config
-    rows = rank_tokens * busy * config.num_experts_per_tok * mesh.expert_width_shards
+    rows = rank_tokens * busy * step.config.num_experts_per_tok * step.layout.mesh.expert_width_shards
     slowest = step.slowest(rows)
     products = _products(step, rank_tokens * busy, rows * slowest, slowest, decode)
     there, back = _exchanges(step, rank_tokens, decode, slowest, halved)
@@ -141,38 +142,45 @@ def _routed(step: StepBasis, rank_tokens: float, decode: bool, busy: float, halv
 
 def _products(step: StepBasis, rank_tokens: float, arriving: float, slowest: float, decode: bool) -> float:
     """Return the seconds of the busiest rank's expert GEMMs. rank_tokens: mean tokens per device; arriving: rows of the busiest rank."""
-    config, mesh, chip, places = step.config, step.layout.mesh, step.chip, step.expert_slots
-    experts, top_k, slots = config.n_routed_experts, config.num_experts_per_tok, places.physical // mesh.ep_size
+    config, mesh, chip = step.config, step.layout.mesh, step.chip
+    places = step.expert_slots
+    experts, top_k = config.n_routed_experts, config.num_experts_per_tok
+    slots = places.physical // mesh.ep_size
     everyone = rank_tokens * (mesh.num_devices // mesh.expert_copies)
     skew = step.options.skew
     touched = partial(skew.touched, top_k=top_k, experts=experts)
     most_touched = partial(skew.most_touched, top_k=top_k, experts=experts, slots=slots, ranks=mesh.ep_size)
-    used, timed, least = most_touched(everyone), False, None
+    used = most_touched(everyone)
+    is_timed = False
+    least = None
     if (config.hidden_size, config.moe_intermediate_size, top_k) != _TIMED:
         pass
     elif mesh.splits_expert_width:
         least = chip.fused_experts(everyone, touched, skew, mesh.expert_width_shards, mesh.ep_size)
-        timed, of_rank = not (decode and chip.hardware.is_blackwell), touched(everyone)
+        is_timed = not (decode and chip.hardware.is_blackwell)
+        of_rank = touched(everyone)
     elif step.dispatch == "deepep" and mesh.ep_size > 1 and slots * mesh.ep_size == 256:
 
         def imbalance(tokens: float) -> float:
             return step.slowest(tokens * top_k / mesh.ep_size)
 
         about = (skew, places.physical), mesh.ep_size, None if decode else imbalance
-        least, timed = chip.spread_experts(everyone, most_touched, *about) or (None, False)
+        least, is_timed = chip.spread_experts(everyone, most_touched, *about) or (None, False)
         of_rank = used
     if least is not None and step.layout.fused:
         least = least * assumed(
             1 + 1 / of_rank, 1.0, 1 + max(1 / of_rank, 1 / top_k), "the shared expert in the same product",
             "one expert's weights more, or where rows take the time one in top-k of them",
         )  # fmt: skip
-    if least is not None and timed:
+    if least is not None and is_timed:
         return least
     # With few tokens, the B200's table is faster than its memory can read the weights: decode takes the slower of both. With more tokens
     # than were timed, the time of the largest timed number is the lower bound.
     received = everyone * (1 - (1 - mesh.ep_size**-1) ** top_k) if mesh.ep_size > 1 else everyone
     if step.layout.fused:  # one more expert in the same GEMM, with all tokens of the ranks that share its width
-        used, arriving, slots = used + 1, arriving + rank_tokens * mesh.expert_width_shards, slots + 1
+        used += 1
+        arriving += rank_tokens * mesh.expert_width_shards
+        slots += 1
     inner = config.moe_intermediate_size // mesh.expert_width_shards
     return max(chip.experts(used, arriving, received * slowest, slots, config.hidden_size, inner, decode), least or 0.0)
 
@@ -209,7 +217,8 @@ def _exchanges(step: StepBasis, rank_tokens: float, decode: bool, slowest: float
 
 def _own_exchange(step: StepBasis, rank_tokens: float, slowest: float, halved: bool) -> tuple[float, float]:
     """Return dispatch and combine of dsjax's own dispatch. Combine includes gathering a replica's tokens from its ``tp`` ranks."""
-    mesh, method = step.layout.mesh, step.own_method(rank_tokens, halved)
+    mesh = step.layout.mesh
+    method = step.own_method(rank_tokens, halved)
     if mesh.ep_size == 1 and mesh.num_devices // mesh.expert_copies == mesh.tp_size > 1:
         there, back = (_half_all_reduce(step, rank_tokens * row) for row in _wire_rows(step))
     else:
@@ -237,10 +246,10 @@ def _wire_rows(step: StepBasis) -> tuple[float, float]:
     return width * step.options.precision.wire + 6 * step.config.num_experts_per_tok + 4, width * BF16
 
 
-def _half_all_reduce(step: StepBasis, each: float) -> float:
+def _half_all_reduce(step: StepBasis, rank_bytes: float) -> float:
     """Return the seconds of an all-gather or reduce-scatter over ``tp``: those of an all-reduce that sends as many bytes."""
     tp = step.layout.mesh.tp_size
-    return all_reduce(step.cluster, tp, each * tp / 2)
+    return all_reduce(step.cluster, tp, rank_bytes * tp / 2)
 
 
 HALVES = "layers, two halves overlapped"
@@ -283,14 +292,14 @@ def further_rounds(step: StepBasis, tokens: float) -> int:
     """Return how many more rounds to the busiest rank half batches need than the whole batch, whose own extra rounds are not priced."""
     mesh, top_k = step.layout.mesh, step.config.num_experts_per_tok
     needed = []
-    for each, halved in ((tokens / mesh.tp_size / 2, True), (tokens / mesh.tp_size, False)):
-        if step.own_method(each, halved) not in ("padded", "hierarchical"):
+    for rank_tokens, halved in ((tokens / mesh.tp_size / 2, True), (tokens / mesh.tp_size, False)):
+        if step.own_method(rank_tokens, halved) not in ("padded", "hierarchical"):
             needed.append(1)
             continue
-        rows = each * top_k * mesh.expert_width_shards
+        rows = rank_tokens * top_k * mesh.expert_width_shards
         load = step.slowest(rows)
-        room = exchanged_rows("padded", each, top_k, mesh.ep_size, halved)
-        needed.append(math.ceil(load * exchanged_rows("ragged", each, top_k, mesh.ep_size) / room))
+        room = exchanged_rows("padded", rank_tokens, top_k, mesh.ep_size, halved)
+        needed.append(math.ceil(load * exchanged_rows("ragged", rank_tokens, top_k, mesh.ep_size) / room))
     return max(0, needed[0] - needed[1])
 
 

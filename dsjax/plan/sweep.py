@@ -30,16 +30,13 @@ Point = tuple[float, float | None]
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One point: the winner's deployment and the best plan at this value, None if they cannot run.
-
-    met: whether the best plan meets the objectives. users: requests in flight that were given with a number of hosts.
-    """
+    """One point: the winner's deployment and the best plan at this value, None if they cannot run."""
 
     value: float
     same: Candidate | None
     best: Candidate | None
-    met: bool
-    users: float | None = None
+    met: bool  # whether the best plan meets the objectives
+    users: float | None = None  # requests in flight that were given with a number of hosts
 
     @property
     def label(self) -> str:
@@ -49,11 +46,11 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A swept quantity. now: its value on the given cluster."""
+    """A swept quantity."""
 
     quantity: str
     unit: str
-    now: float
+    now: float  # its value on the given cluster
     points: list[SweepPoint]
 
     def to_json(self) -> dict[str, Any]:
@@ -76,23 +73,24 @@ def read_sweep(text: str) -> tuple[str, tuple[Point, ...]]:
     Raises:
         UserError: an unknown quantity, or points that are not numbers or out of range.
     """
-    quantity, given, numbers = text.partition("=")
+    quantity, equals, numbers = text.partition("=")
     if quantity not in _QUANTITIES:
         raise UserError(
             f"--sweep {text!r}: expected one of {', '.join(_QUANTITIES)}, or with points of your own: latency=1,10,100"
         )
     unit, example, _ = _QUANTITIES[quantity]
-    expected, points = f"expected {unit} between commas, for example {example}", set()
-    whole = quantity in ("hosts", "loss-of-hosts")
-    for number in numbers.split(",") if given else ():
+    expected = f"expected {unit} between commas, for example {example}"
+    points = set()
+    is_whole = quantity in ("hosts", "loss-of-hosts")
+    for number in numbers.split(",") if equals else ():
         value, with_users, users = number.partition(":")
         try:
             pair = (float(value), float(users)) if with_users and quantity == "hosts" else (float(number), None)
         except ValueError:
             raise UserError(f"--sweep {text!r}: {number!r} is no number; {expected}") from None
         least = 0 if quantity == "loss-of-hosts" else 1
-        if not (least <= pair[0] < math.inf and pair[0] % 1 == 0 if whole else 0 < pair[0] < math.inf):
-            kind = "a number of hosts" if whole else "above 0"
+        if not (least <= pair[0] < math.inf and pair[0] % 1 == 0 if is_whole else 0 < pair[0] < math.inf):
+            kind = "a number of hosts" if is_whole else "above 0"
             raise UserError(f"--sweep {text!r}: {pair[0]:g} is not {kind}; {expected}")
         if pair[1] is not None and not 0 < pair[1] < math.inf:
             raise UserError(f"--sweep {text!r}: {pair[1]:g} is not above 0; {expected}")
@@ -106,7 +104,9 @@ def sweep(question: Question, winner: Candidate, quantity: str, points: Sequence
     Raises:
         UserError: more lost hosts than the cluster has, or other numbers of hosts together with a bound on the devices.
     """
-    cluster, bound, output = question.cluster, question.options.max_devices, winner.decode.workload.output.mean
+    cluster = question.cluster
+    bound = question.options.max_devices
+    output = winner.decode.workload.output.mean
     # Requests in flight by Little's law; a winner that prefill limits could hold more.
     in_flight = winner.throughput / output * (winner.ttft + winner.tpot * max(output - 1, 0))
     now, changed = {
@@ -125,37 +125,40 @@ def sweep(question: Question, winner: Candidate, quantity: str, points: Sequence
     refuse("sweep", quantity=quantity, bound=bound, most=max(value for value, _ in tried), cluster=cluster)
     found = []
     for value, users in sorted(tried, key=lambda point: (point[0], point[1] or 0.0)):
-        there = dataclasses.replace(question, cluster=changed(value))
+        changed_question = dataclasses.replace(question, cluster=changed(value))
         load = value if quantity == "concurrency" else users
         if load is not None:
             work = dataclasses.replace(question.workload, concurrency=load, rate=None)
-            there = dataclasses.replace(there, workload=work)
-        found.append(_point(question, winner, value, users, there))
+            changed_question = dataclasses.replace(changed_question, workload=work)
+        found.append(_point(question, winner, value, users, changed_question))
     return Sweep(quantity, unit, now, found)
 
 
-def _point(question: Question, winner: Candidate, value: float, users: float | None, there: Question) -> SweepPoint:
-    same = _same(question, winner, there)
+def _point(question: Question, winner: Candidate, value: float, users: float | None, changed: Question) -> SweepPoint:
+    same = _same(question, winner, changed)
     try:
-        plan = search(there)
+        plan = search(changed)
     except UserError:
         # The original question has an answer, so the given mesh does not fit fewer hosts.
-        return SweepPoint(value, same, None, False, users)
+        return SweepPoint(value, same, best=None, met=False, users=users)
     return SweepPoint(value, same, plan.best, plan.winner is not None, users)
 
 
-def _same(question: Question, winner: Candidate, there: Question) -> Candidate | None:
+def _same(question: Question, winner: Candidate, changed: Question) -> Candidate | None:
     """Return the winner's deployment at a swept point, or None if it does not fit. Fewer hosts keep the instances that still fit, with
     their requests; a multiple of the hosts has the same multiple of the instances."""
-    cluster, users = there.cluster, there.workload.concurrency
-    times = 1 if cluster.prefill is not None else max(1, there.devices // question.devices)
+    cluster = changed.cluster
+    users = changed.workload.concurrency
+    times = 1 if cluster.prefill is not None else max(1, changed.devices // question.devices)
     count, first = winner.count * times, winner.prefill_count * times
     if winner.mode == "separated":
-        kept = count * there.devices_kept(winner.decode)
-        if kept + (first * there.devices_kept(winner.prefill) if cluster.prefill is None else 0) > there.devices:
+        devices = count * changed.occupied_devices(winner.decode)
+        if cluster.prefill is None:
+            devices += first * changed.occupied_devices(winner.prefill)
+        if devices > changed.devices:
             return None
     else:
-        count = min(count, there.most_instances(winner.decode.layout))
+        count = min(count, changed.max_instances(winner.decode.layout))
         if not count:
             return None
     winner = dataclasses.replace(winner, count=count, prefill_count=first)

@@ -16,12 +16,12 @@ THREADS = HOST, ATTENTION, THERE, EXPERTS, BACK = "host", "attention", "there", 
 
 
 class LayerTimes(NamedTuple):
-    """Seconds of one layer of one micro-batch. attend, share, receive: on the attention side. compute: of the experts."""
+    """Seconds of one layer of one micro-batch."""
 
-    attend: float
-    share: float
-    receive: float
-    compute: float
+    attend: float  # attention side: attention and routing
+    share: float  # attention side: shared experts
+    receive: float  # attention side: adding the experts' answers
+    compute: float  # expert side
     exchange: AfdExchange
 
 
@@ -38,18 +38,19 @@ class LayerSpan(NamedTuple):
 
 @dataclass
 class SimulatedLayers:
-    """Simulated layers. seconds: of all layers. busy: thread → seconds of work."""
+    """Result of ``simulate_layers``."""
 
-    seconds: float = 0.0
-    busy: dict[str, float] = field(default_factory=lambda: dict.fromkeys(THREADS, 0.0))
+    seconds: float = 0.0  # of all layers
+    busy: dict[str, float] = field(default_factory=lambda: dict.fromkeys(THREADS, 0.0))  # thread → seconds of work
     spans: list[LayerSpan] = field(default_factory=list)
 
 
-class _Clocks:
-    """Clocks of the threads. Each runs one program or transfer at a time, in the order of the calls of `run`."""
+class _Simulation:
+    """Threads that each run one program or transfer at a time, in the order of the calls of `run`."""
 
     def __init__(self):
         self.free_from = dict.fromkeys(THREADS, 0.0)
+        self.connection_free = 0.0
         self.result = SimulatedLayers()
 
     def run(self, thread: str, name: str, seconds: float, position: tuple[int, int], *ready: float) -> float:
@@ -61,6 +62,34 @@ class _Clocks:
             self.result.spans.append(LayerSpan(thread, name, *position, begin, end))
         return end
 
+    def launch(self, times: LayerTimes, position: tuple[int, int]) -> float:
+        """Have the host launch a program."""
+        return self.run(HOST, "launch", times.exchange.launch, position, 0.0)
+
+    def send(self, times: LayerTimes, position: tuple[int, int]) -> float:
+        """Run a layer up to its experts' answers. Return when these are ready to be sent back or, with one call, are back."""
+        moves = times.exchange
+        attended = self.run(ATTENTION, "attend", times.attend, position, self.launch(times, position))
+        begun = self.run(HOST, "begin rows", moves.begin_there, position, 0.0)
+        arrived = self.run(THERE, "rows", moves.there, position, begun, attended, self.connection_free)
+        if moves.one_call:  # the other process starts the experts, and sends their answers
+            computed = self.run(EXPERTS, "compute", times.compute, position, arrived)
+            answered = self.connection_free = self.run(BACK, "answers", moves.back, position, computed)
+        else:
+            answered = self.run(EXPERTS, "compute", times.compute, position, arrived, self.launch(times, position))
+        self.run(ATTENTION, "share", times.share, position, self.launch(times, position))
+        return answered
+
+    def receive(self, times: LayerTimes, position: tuple[int, int], answered: float) -> None:
+        """Run the rest of a layer. answered: the result of `send`."""
+        moves = times.exchange
+        if moves.one_call:
+            back = self.run(HOST, "begin answers", moves.begin_back, position, answered)
+        else:
+            begun = self.run(HOST, "begin answers", moves.begin_back, position, 0.0)
+            back = self.run(BACK, "answers", moves.back, position, begun, answered)
+        self.run(ATTENTION, "receive", times.receive, position, self.launch(times, position), back)
+
 
 def simulate_layers(micro_batches: Sequence[LayerTimes], layers: int) -> SimulatedLayers:
     """Simulate `layers` layers for each micro-batch.
@@ -68,34 +97,13 @@ def simulate_layers(micro_batches: Sequence[LayerTimes], layers: int) -> Simulat
     Each side runs one program at a time, in the order in which the host starts them, and each link carries one transfer at a time. If
     rows, experts and answers are one call over one connection, calls run one after another, and the host waits for the answers.
     """
-    clocks, one_call = _Clocks(), micro_batches[0].exchange.one_call
-    run = clocks.run
-    answered = [0.0] * len(micro_batches)  # when the answers are ready to be sent back, or (one_call) are back
-    connection_free = 0.0
-
-    def launch(moves: AfdExchange, at: tuple[int, int]) -> float:
-        return run(HOST, "launch", moves.launch, at, 0.0)
-
+    simulation = _Simulation()
+    answered = [0.0] * len(micro_batches)
     for layer in range(layers + 1):
         for index, times in enumerate(micro_batches):
-            moves = times.exchange
-            if layer:
-                at = layer - 1, index
-                back = run(HOST, "begin answers", moves.begin_back, at, answered[index] if one_call else 0.0)
-                if not one_call:
-                    back = run(BACK, "answers", moves.back, at, back, answered[index])
-                run(ATTENTION, "receive", times.receive, at, launch(moves, at), back)
-            if layer == layers:
-                continue
-            at = layer, index
-            attended = run(ATTENTION, "attend", times.attend, at, launch(moves, at))
-            begun = run(HOST, "begin rows", moves.begin_there, at, 0.0)
-            arrived = run(THERE, "rows", moves.there, at, begun, attended, connection_free)
-            if not one_call:  # else the other process starts the experts
-                arrived = max(arrived, launch(moves, at))
-            answered[index] = run(EXPERTS, "compute", times.compute, at, arrived)
-            if one_call:
-                answered[index] = connection_free = run(BACK, "answers", moves.back, at, answered[index])
-            run(ATTENTION, "share", times.share, at, launch(moves, at))
-    clocks.result.seconds = max(clocks.free_from.values())
-    return clocks.result
+            if layer > 0:
+                simulation.receive(times, (layer - 1, index), answered[index])
+            if layer < layers:
+                answered[index] = simulation.send(times, (layer, index))
+    simulation.result.seconds = max(simulation.free_from.values())
+    return simulation.result

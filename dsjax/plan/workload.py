@@ -41,7 +41,7 @@ class Lengths:
 
     def around(self, ratio: float) -> Lengths:
         """Uniform lengths from mean × (1 - ratio) to mean × (1 + ratio), as with vLLM's `--random-range-ratio`."""
-        return Lengths(self.mean, ratio / math.sqrt(3), True)
+        return Lengths(self.mean, ratio / math.sqrt(3), even=True)
 
     @classmethod
     def parse(cls, text: str, option: str) -> Lengths:
@@ -74,10 +74,10 @@ class RequestClass:
         name, _, rest = text.partition("=")
         share, *lengths = rest.split(",")
         try:
-            known = bool(name) and ":" not in name and len(lengths) == 2 and 0 < float(share) <= 1
+            is_valid = bool(name) and ":" not in name and len(lengths) == 2 and 0 < float(share) <= 1
         except ValueError:
-            known = False
-        if not known:
+            is_valid = False
+        if not is_valid:
             raise UserError(
                 f"--class is {text!r}, expected NAME=SHARE,INPUT,OUTPUT with a share above 0 and at most 1: short=0.8,512:0.2,256"
             )
@@ -86,32 +86,29 @@ class RequestClass:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests and their load: `concurrency` (requests in flight), `rate` (requests per second), or neither for as many as possible.
-
-    prefix_hit: share of a prompt's tokens that the prefix cache holds. classes: classes of the mixture; estimates use its mean and
-    variation, the simulation draws each request from a class. decoding_at: cached positions of every request, for decode steps alone;
-    None: derived from input and output.
-    """
+    """Requests and their load: `concurrency` (requests in flight), `rate` (requests per second), or neither for as many as possible."""
 
     input: Lengths
     output: Lengths
     concurrency: float | None = None
     rate: float | None = None
-    prefix_hit: float = 0.0
+    prefix_hit: float = 0.0  # share of a prompt's tokens that the prefix cache holds
+    # classes of the mixture; estimates use its mean and variation, the simulation draws each request from a class
     classes: tuple[RequestClass, ...] = ()
+    # cached positions of every request, for decode steps alone; None: derived from input and output
     decoding_at: float | None = None
 
     @classmethod
     def of_classes(cls, classes: Sequence[RequestClass], **others) -> Workload:
         """Make a mixture of classes. Raises `UserError` if the shares do not add up to 1, or two classes have the same name."""
-        total = sum(one.share for one in classes)
-        if abs(total - 1) > 1e-6 or len({one.name for one in classes}) < len(classes):
+        total = sum(request_class.share for request_class in classes)
+        if abs(total - 1) > 1e-6 or len({request_class.name for request_class in classes}) < len(classes):
             raise UserError(f"--class has shares of {total:g} together; expected 1 in all, and each name once")
 
         def mixed(side: str) -> Lengths:
-            lengths = [(one.share, getattr(one, side)) for one in classes]
-            mean = sum(share * one.mean for share, one in lengths)
-            square = sum(share * one.mean**2 * (1 + one.variation**2) for share, one in lengths)
+            lengths = [(request_class.share, getattr(request_class, side)) for request_class in classes]
+            mean = sum(share * length.mean for share, length in lengths)
+            square = sum(share * length.mean**2 * (1 + length.variation**2) for share, length in lengths)
             return Lengths(mean, max(0.0, square / mean**2 - 1) ** 0.5)
 
         return cls(mixed("input"), mixed("output"), classes=tuple(classes), **others)
@@ -177,8 +174,8 @@ class Pins:
     @property
     def separated(self) -> bool:
         """Whether a mesh or a number of a disaggregated service is given."""
-        given = (self.prefill_mesh, self.decode_mesh, self.prefill_count, self.decode_count)
-        return any(value is not None for value in given)
+        options = (self.prefill_mesh, self.decode_mesh, self.prefill_count, self.decode_count)
+        return any(value is not None for value in options)
 
 
 class Asked(Protocol):
@@ -256,14 +253,14 @@ def tokens_a_step(acceptance: float | Sequence[float], drafts: int) -> float:
         return 1.0
     off = (0.0, -_UNSURE, _UNSURE)
     if isinstance(acceptance, Sequence):
-        made = [1 + float(np.clip(np.add(acceptance[:drafts], d), 0, 1).sum()) for d in off]
+        tokens = [1 + float(np.clip(np.add(acceptance[:drafts], d), 0, 1).sum()) for d in off]
         source = f"acceptance of each position as given, ± {_UNSURE:g}"
     else:
-        each = zip(np.clip(np.add(acceptance, off), 0, 1), FADING, strict=True)
-        made = [1 + float(np.cumprod(first * fading ** np.arange(drafts)).sum()) for first, fading in each]
+        cases = zip(np.clip(np.add(acceptance, off), 0, 1), FADING, strict=True)
+        tokens = [1 + float(np.cumprod(first * fading ** np.arange(drafts)).sum()) for first, fading in cases]
         further = f"of each further one {FADING[0]} (0.76 – 0.87) of the one before"
         source = f"MTP acceptance of the first draft as given, ± {_UNSURE:g}; {further}"
-    return assumed(*made, "tokens a step", source)
+    return assumed(*tokens, "tokens a step", source)
 
 
 def read_acceptance(text: str) -> float | tuple[float, ...]:

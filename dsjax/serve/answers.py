@@ -265,7 +265,8 @@ class CompletionAnswer(Answer):
         body = self._body
         body.check()
         with errors_name(body.form_field()):
-            params, prompts = body.params(self._serving.with_whitespace(body.output_form())), body.prompts()
+            params = body.params(self._serving.with_whitespace(body.output_form()))
+            prompts = body.prompts()
             with self._serving.admitted(body, prompts, options) as admitted:
                 return await self._serving.engine.submit(self._request_id, prompts, params, admitted)
 
@@ -299,15 +300,15 @@ class CompletionAnswer(Answer):
                     chunks.append(event.with_text(completion.text))
                     continue
             raise_if_failed(completion)
-            first = index not in self._started
-            if self._only_text_changes and not first and completion.text and completion.finish_reason is None:
+            is_first = index not in self._started
+            if self._only_text_changes and not is_first and completion.text and completion.finish_reason is None:
                 empty = dataclasses.replace(completion, text="")
                 chunk = self._chunk(prompt_index, output, empty, first=False)
                 event = self._text_events[index] = TextEvent(chunk, "text")
                 chunks.append(event.with_text(completion.text))
-            elif self._is_sent(completion) or (first and self._body.echo):
+            elif self._is_sent(completion) or (is_first and self._body.echo):
                 self._started.add(index)
-                chunks.append(self._chunk(prompt_index, output, completion, first=first))
+                chunks.append(self._chunk(prompt_index, output, completion, first=is_first))
         return chunks
 
     def _chunk(
@@ -366,8 +367,8 @@ class CompletionAnswer(Answer):
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None:
             return output.prompt
-        skip = self._body.skip_special_tokens is not False
-        return self._serving.engine.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
+        should_skip = self._body.skip_special_tokens is not False
+        return self._serving.engine.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=should_skip)
 
     def _logprobs(
         self, index: int, output: RequestOutput, scores: list[TokenLogprobs | None] | None, completion: CompletionOutput

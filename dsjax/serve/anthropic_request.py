@@ -44,8 +44,8 @@ class Block(Part):
         kind = block.get("type") if isinstance(block, dict) else None
         check_part_type(kind, _NEEDED)
         if missing := [name for name in _NEEDED.get(kind, ()) if name not in block]:
-            found = {"kind": kind, "name": missing[0]}
-            raise PydanticCustomError("block", "a block of type {kind} needs {name}", found)
+            context = {"kind": kind, "name": missing[0]}
+            raise PydanticCustomError("block", "a block of type {kind} needs {name}", context)
         return block
 
 
@@ -119,8 +119,8 @@ class TokenCountRequest(StrictModel):
 
     def without_effect(self) -> list[str]:
         """Return the names of given fields that have no effect."""
-        given = [name for name, value in self.model_extra.items() if value not in (None, "auto", "standard")]
-        return safe_header_names([name for name in given if name not in ("cache_control", "metadata")])
+        fields = [name for name, value in self.model_extra.items() if value not in (None, "auto", "standard")]
+        return safe_header_names([name for name in fields if name not in ("cache_control", "metadata")])
 
     def to_chat(self, **more: Any) -> ChatRequest:
         """Return the equivalent chat request. more: its additional fields.
@@ -128,7 +128,9 @@ class TokenCountRequest(StrictModel):
         Raises:
             ApiError: too many messages, or calls in one turn.
         """
-        choice, config, thinking = self.tool_choice, self.output_config or OutputConfig(), self.thinking
+        choice = self.tool_choice
+        config = self.output_config or OutputConfig()
+        thinking = self.thinking
         if choice is not None and choice.type == "tool":
             more["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
         elif choice is not None:

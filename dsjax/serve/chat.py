@@ -68,8 +68,10 @@ class ChatAnswer(Answer):
 
     def _form(self) -> dict[str, Any] | None:
         """Return the output constraint: forced tool calls, the requested format, or either of the two; None: free text."""
-        body, tool_format = self._body, self._serving.tool_format
-        form, forced = self._serving.with_whitespace(body.output_form()), body.forced_tools
+        body = self._body
+        tool_format = self._serving.tool_format
+        form = self._serving.with_whitespace(body.output_form())
+        forced = body.forced_tools
         if forced and (self._tokenizer is None or tool_format is None):
             raise ApiError(400, "this server has no tool-call parser (--tool-call-parser)", param="tool_choice")
         tools = forced or (body.offered_tools if form is not None and tool_format is not None else [])
@@ -113,7 +115,8 @@ class ChatAnswer(Answer):
         return bool(self._body.offered_tools) and self._serving.tool_format is not None
 
     def _parser(self) -> MessageParser:
-        tools, openings = None, {}
+        tools = None
+        openings = {}
         if self._parses_tools:
             openings = {marker: self._tokenizer.token_id(marker) for marker in self._serving.tool_format.openings}
             most = 1 if self._body.parallel_tool_calls is False else bounds.MAX_TOOL_CALLS
@@ -232,7 +235,8 @@ def _split_by_delta(
 ) -> list[tuple[CompletionOutput, dict[str, Any]]]:
     """Pair each delta with its tokens: the first `num_reasoning` tokens with the reasoning, the rest with the last delta."""
     *first, last = piece.deltas()
-    parts, rest = [], completion
+    parts = []
+    rest = completion
     for delta in first:
         num_tokens = max(0, num_reasoning) if "reasoning" in delta else 0
         ids, scores = rest.token_ids, rest.logprobs

@@ -174,8 +174,8 @@ class PromptFields(StrictModel):
             message.check(index)
             called.update(call.id for call in message.tool_calls or ())
             # Tool calls and tool messages may lack an id.
-            known = called if None in {message.tool_call_id, *called} else called & {message.tool_call_id}
-            if message.role == "tool" and not known:
+            call_ids = called if None in {message.tool_call_id, *called} else called & {message.tool_call_id}
+            if message.role == "tool" and not call_ids:
                 reason = f"messages[{index}]: found a tool's answer to {message.tool_call_id!r}, which no message before it calls"
                 raise ApiError(400, reason, param="messages")
         if any(message.prefix for message in self.messages[:-1]):
@@ -242,7 +242,8 @@ class ChatRequest(SamplingFields, PromptFields):
     def template_variables(self, template: Template) -> dict[str, Any]:
         """Return the template's variables, derived from `thinking` and `reasoning_effort`; `chat_template_kwargs` overrides them."""
         variables = dict(self.chat_template_kwargs or {})
-        switch, effort = self.thinking and self.thinking.type, self.reasoning_effort
+        switch = self.thinking and self.thinking.type
+        effort = self.reasoning_effort
         if switch is not None or effort is not None:
             thinks = effort != "none" if switch is None else switch != "disabled"
             variables = {name: thinks for name in THINKING_SWITCHES if template.reads(name)} | variables
@@ -278,8 +279,8 @@ class ChatRequest(SamplingFields, PromptFields):
     def offered_tools(self) -> list[dict[str, Any]]:
         """The tools that are shown to the model and may be called."""
         _, allowed = self._choice
-        shown = allowed if isinstance(self.tool_choice, AllowedToolChoice) else None
-        return [] if self.tool_choice == "none" else self.tool_dicts(shown)
+        allowed_tools = allowed if isinstance(self.tool_choice, AllowedToolChoice) else None
+        return [] if self.tool_choice == "none" else self.tool_dicts(allowed_tools)
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:

@@ -20,14 +20,11 @@ _RESERVED_VARIABLES = {"messages", "add_generation_prompt", "tools", "documents"
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A rendered prompt.
-
-    Attributes:
-        unfinished: text of the last assistant message, which the answer continues; None: the answer is a new message.
-    """
+    """A rendered prompt."""
 
     text: str
     token_ids: list[int]
+    # text of the last assistant message, which the answer continues; None: the answer is a new message
     unfinished: str | None
 
 
@@ -122,8 +119,8 @@ def _needed(form: CallFormat | None) -> CallFormat:
 
 def _cut_after(text: str, final: str) -> str:
     """Return the prompt up to the end of the last message's text."""
-    at = text.rfind(final.strip())
-    if at < 0 or not final.strip():
+    start = text.rfind(final.strip())
+    if start < 0 or not final.strip():
         reason = "the model's template does not keep the last message's text as it is, so it cannot be continued"
         raise ApiError(400, reason, param="continue_final_message")
-    return text[: at + len(final.strip())]
+    return text[: start + len(final.strip())]

@@ -45,7 +45,7 @@ ApiKey = Annotated[
 ApiKeyFile = Annotated[list[Path] | None, typer.Option(help="File with one API key per line. Can be repeated.")]
 
 
-@options_of(lambda kind: "Requests and answers", args=EngineArgs, http=HttpOptions)
+@options_of(title=lambda kind: "Requests and answers", args=EngineArgs, http=HttpOptions)
 def serve(
     args: EngineArgs,
     http: HttpOptions,
@@ -171,7 +171,8 @@ def serve_model(
 
             return model.parts.warm_up(between_shapes, lazily=True)
 
-    facts, options = model.facts, options or ServeOptions()
+    facts = model.facts
+    options = options or ServeOptions()
     show_facts(console, facts)
     metrics = metrics_of(model, names[0])
     engine = SharedEngine(model.parts) if front_end_listeners else AsyncEngine(model.parts)
@@ -214,17 +215,18 @@ def metrics_of(model: "LLM", name: str) -> "Metrics":
     from dsjax.engine.device.process import device_memory
     from dsjax.serve.metrics import Metrics
 
-    facts, group = model.facts, getattr(model, "group", None)
+    facts = model.facts
+    group = getattr(model, "group", None)
     links = lambda: model.parts.core.executor.extension(ExpertLinks)  # noqa: E731
     return Metrics(
         name,
         facts.dp_ranks,
         facts.max_model_len,
         experts_per_device=facts.physical_experts_per_device,
-        most_drafts=facts.speculation["num_speculative_tokens"] if facts.speculation else 0,
+        max_drafts=facts.speculation["num_speculative_tokens"] if facts.speculation else 0,
         page_bytes=facts.page_bytes,
         device_memory=device_memory,
-        generations=model.parts.core.generations,
+        generations=model.parts.core.mesh_changer,
         parked=model.parts.core.parked,
         prefills=model.parts.prefill_engines,
         links=(lambda: group.links.states) if group is not None and group.options.link_monitor_interval else None,

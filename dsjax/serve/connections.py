@@ -107,15 +107,16 @@ class BodyWriter:
     _STATE = ("chunked_encoding", "flow", "disconnected", "transport")
 
     def __init__(self, cycle: RequestResponseCycle):
-        self._cycle, self._flow = cycle, cycle.flow
+        self._cycle = cycle
+        self._flow = cycle.flow
         self._write_bytes = cycle.transport.write
 
     @classmethod
     def behind(cls, send: Send) -> "BodyWriter | None":
         """Return a writer for a connection's own `send`; None for any other `send`, or if uvicorn's internals differ."""
         cycle = getattr(send, "__self__", None)
-        known = isinstance(cycle, RequestResponseCycle) and all(hasattr(cycle, name) for name in cls._STATE)
-        return cls(cycle) if known else None
+        has_state = isinstance(cycle, RequestResponseCycle) and all(hasattr(cycle, name) for name in cls._STATE)
+        return cls(cycle) if has_state else None
 
     @property
     def is_ready(self) -> bool:
@@ -267,25 +268,25 @@ def too_many_connections() -> ApiError:
     return ApiError(429, reason, type="rate_limit_error", code="too_many_connections", retry_after=_RETRY_SECONDS)
 
 
-def affordable_connections(wanted: int) -> int:
-    """Return the number of connections that this process can accept, at most `wanted`; 0: no limit.
+def affordable_connections(connections: int) -> int:
+    """Return the number of connections that this process can accept, at most `connections`; 0: no limit.
 
     Raises the process's limit on open files as far as the system allows, and reserves some files for the engine and for probes.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + _OTHER_FILES
-    if soft != resource.RLIM_INFINITY and (soft < needed or not wanted):
-        raised = hard if hard == resource.RLIM_INFINITY or not wanted else min(hard, needed)
+    needed = connections + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and (soft < needed or not connections):
+        raised = hard if hard == resource.RLIM_INFINITY or not connections else min(hard, needed)
         if hard == resource.RLIM_INFINITY:
             raised = max(needed, soft)
         resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
         soft = raised
-    if not wanted or soft == resource.RLIM_INFINITY or soft >= needed:
-        return wanted
+    if not connections or soft == resource.RLIM_INFINITY or soft >= needed:
+        return connections
     fitting = max(soft - _OTHER_FILES, soft // 4, 1)
     logger.warning(
         "--max-connections is %d, and this process may have %d files open, so that it takes %d connections; raise its limit (ulimit -n)",
-        wanted,
+        connections,
         soft,
         fitting,
     )
@@ -376,9 +377,9 @@ def bounded_connections(
             if method == b"CONNECT":
                 self.send_400_response("CONNECT asks for a proxy, which this server is not")
                 return
-            kept = [b"%s: %s\r\n" % header for header in self.headers if header[0] not in _UPGRADE_HEADERS]
+            headers = [b"%s: %s\r\n" % header for header in self.headers if header[0] not in _UPGRADE_HEADERS]
             self.parser = httptools.HttpRequestParser(self)
-            self.data_received(b"%s %s HTTP/1.1\r\n%s\r\n" % (method, self.url, b"".join(kept)) + rest)
+            self.data_received(b"%s %s HTTP/1.1\r\n%s\r\n" % (method, self.url, b"".join(headers)) + rest)
 
         def send_400_response(self, msg: str) -> None:
             self._send_refusal(ApiError(400, msg))

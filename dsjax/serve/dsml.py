@@ -54,6 +54,7 @@ class DsmlFormat(CallFormat):
     def _rules(
         self, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, several: bool, options: Mapping[str, Any]
     ) -> tuple[str, list[str]]:
+        # A text parameter ends with `</` + DSML + `parameter>`: a string, or if DSML is one token, text up to `</`, the token and the rest.
         token = tokenizer.token_id(DSML)
         if token is None:
             rules = [f'text[suffix="</{DSML}parameter>\\n"]: /(?s:.*)/']
@@ -85,12 +86,14 @@ class DsmlFormat(CallFormat):
             function = tool["function"]
             schema = function.get("parameters") or {}
             parts = [written(f'{_INVOKE}{function["name"]}">\n')]
-            fields, needed = schema.get("properties") or {}, schema.get("required") or ()
+            fields = schema.get("properties") or {}
+            needed = schema.get("required") or ()
             is_listed = isinstance(fields, dict) and isinstance(needed, list | tuple) and schema.keys() <= _LISTED
             if is_listed and not schema.get("additionalProperties"):
                 definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
                 for place, (name, one) in enumerate(fields.items()):
-                    rule, head = f"parameter_{index}_{place}", written(f'{_PARAMETER}{name}"')
+                    rule = f"parameter_{index}_{place}"
+                    head = written(f'{_PARAMETER}{name}"')
                     rules.append(f"{rule}: {head} {value(one, definitions)}")
                     parts.append(rule if name in needed else f"{rule}?")
             else:
@@ -122,26 +125,26 @@ class DsmlParser(CallParser):
 
     def _text(self, piece: MessagePiece, finished: bool) -> bool:
         markers = (*self._openings, *self._ends)
-        found = find_first(self._buffer, markers)
-        piece.content += self._take(found.at if found else len(self._buffer) - self._num_undecided(markers, finished))
-        if found and found.text in self._openings:
+        marker = find_first(self._buffer, markers)
+        piece.content += self._take(marker.at if marker else len(self._buffer) - self._num_undecided(markers, finished))
+        if marker and marker.text in self._openings:
             self._step = self._between
-        elif found:  # not part of a call
-            self._take(len(found.text))
-        return found is not None
+        elif marker:  # not part of a call
+            self._take(len(marker.text))
+        return marker is not None
 
     def _between(self, piece: MessagePiece, finished: bool) -> bool:
-        found = find_first(self._buffer, (_INVOKE, self._end))
-        if found:
-            self._take(found.at + len(found.text))
-            self._step = self._name if found.text == _INVOKE else self._text
-        return found is not None
+        marker = find_first(self._buffer, (_INVOKE, self._end))
+        if marker:
+            self._take(marker.at + len(marker.text))
+            self._step = self._name if marker.text == _INVOKE else self._text
+        return marker is not None
 
     def _name(self, piece: MessagePiece, finished: bool) -> bool:
-        at = self._buffer.find(">")
-        if at < 0:
+        end = self._buffer.find(">")
+        if end < 0:
             return False
-        tag = self._take(at + 1)
+        tag = self._take(end + 1)
         self._num_parameters = 0
         self._begin_call(piece, tag.partition('"')[0].strip())
         self._step = self._body
@@ -154,23 +157,22 @@ class DsmlParser(CallParser):
         if self._buffer.startswith("{") and not self._num_parameters:
             self._step = self._whole_arguments
             return True
-        found = find_first(self._buffer, (_PARAMETER, _INVOKE_END, _INVOKE, self._end))
-        if not found:
+        marker = find_first(self._buffer, (_PARAMETER, _INVOKE_END, _INVOKE, self._end))
+        if not marker:
             return False
-        at, tag = found
-        if tag == _PARAMETER:
-            self._take(at + len(tag))
+        if marker.text == _PARAMETER:
+            self._take(marker.at + len(marker.text))
             self._step = self._parameter
         else:
-            self._take(at)
+            self._take(marker.at)
             self._finish_call(piece)
         return True
 
     def _whole_arguments(self, piece: MessagePiece, finished: bool) -> bool:
-        end = find_first(self._buffer, (_INVOKE_END, _INVOKE, self._end))
-        undecided = self._num_undecided((_INVOKE_END, _INVOKE, self._end), finished)
-        text = self._buffer[: end.at if end else len(self._buffer) - undecided]
-        arguments = text.rstrip()
+        markers = (_INVOKE_END, _INVOKE, self._end)
+        end = find_first(self._buffer, markers)
+        text = self._buffer[: end.at if end else len(self._buffer) - num_undecided(self._buffer, markers)]
+        arguments = text.rstrip()  # space is held back, because it may stand before a tag
         self._take(len(text) if end else len(arguments))
         self._add(piece, arguments)
         if end:
@@ -195,7 +197,7 @@ class DsmlParser(CallParser):
 
     def _text_value(self, piece: MessagePiece, finished: bool) -> bool:
         end = find_first(self._buffer, self._ends)
-        text = self._take(end.at if end else len(self._buffer) - self._num_undecided(self._ends, finished))
+        text = self._take(end.at if end else len(self._buffer) - num_undecided(self._buffer, self._ends))
         self._add(piece, json_text(text)[1:-1] + ('"' if end else ""))
         return self._end_value(end)
 

@@ -108,8 +108,8 @@ def _from_validation(error: RequestValidationError) -> ApiError:
         texts = messages.setdefault(_path(problem["loc"], error.body, problem["type"]), [])
         if text not in texts:
             texts.append(text)
-    shown = list(messages.items())[:_MOST_PROBLEMS]
-    sentences = [f"{path}: {' or: '.join(texts[:_MOST_PROBLEMS])}" for path, texts in shown]
+    first_messages = list(messages.items())[:_MOST_PROBLEMS]
+    sentences = [f"{path}: {' or: '.join(texts[:_MOST_PROBLEMS])}" for path, texts in first_messages]
     if len(messages) > _MOST_PROBLEMS:
         sentences.append(f"and {len(messages) - _MOST_PROBLEMS} more")
     return ApiError(400, "; ".join(sentences), param=str(location[0])[:_MOST_CHARACTERS])
@@ -124,10 +124,11 @@ def _steps(location: Sequence[str | int], body: Any) -> list[str | int]:
 
 def _path(location: Sequence[str | int], body: Any, kind: str) -> str:
     """Return the path of a problem in the body, without the union branch names that pydantic adds to locations."""
-    parts, value = [], body
+    parts = []
+    value = body
     steps = _steps(location, body)
-    for at, part in enumerate(steps):
-        is_last = at == len(steps) - 1
+    for index, part in enumerate(steps):
+        is_last = index == len(steps) - 1
         if (isinstance(value, dict) and part in value) or (
             isinstance(value, list) and isinstance(part, int) and part < len(value)
         ):

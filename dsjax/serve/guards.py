@@ -230,10 +230,12 @@ class BodyLimits(Guard):
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self._max_bytes:
             raise self._too_large()
-        parts, size, more = [], 0, True
+        parts = []
+        size = 0
+        has_more = True
         try:
             async with asyncio.timeout(self._timeout):
-                while more:
+                while has_more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
@@ -241,7 +243,7 @@ class BodyLimits(Guard):
                     size += len(parts[-1])
                     if size > self._max_bytes:
                         raise self._too_large()
-                    more = message.get("more_body", False)
+                    has_more = message.get("more_body", False)
         except TimeoutError as error:
             reason = f"the request body did not arrive within {self._timeout:g} seconds"
             raise ApiError(408, reason, code="request_timeout") from error

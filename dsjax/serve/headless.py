@@ -1,7 +1,5 @@
 """`dsjax serve` processes that take no requests: all but process 0 of a group, and processes with only routed experts."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import threading

@@ -38,7 +38,9 @@ class ReasoningSplitter:
     def __init__(
         self, start: Section, close_token_id: int | None = None, openings: Mapping[str, int | None] | None = None
     ):
-        self._section, self._close, self._openings = start, close_token_id, openings or {}
+        self._section = start
+        self._close = close_token_id
+        self._openings = openings or {}
         self._buffer = ""
         self._may_open = self._at_start = start is not Section.CONTENT
         self._had_reasoning = start is Section.REASONING
@@ -59,8 +61,8 @@ class ReasoningSplitter:
         if self._section is Section.CONTENT and self._close in token_ids:
             token_ids = token_ids[: token_ids.index(self._close) + 1]
         if self._num_before_call is None:
-            calls = (at for at, token in enumerate(token_ids) if token in self._openings.values())
-            self._num_before_call = next((self._num_read + at for at in calls), None)
+            calls = (index for index, token in enumerate(token_ids) if token in self._openings.values())
+            self._num_before_call = next((self._num_read + index for index in calls), None)
         self._num_read += len(token_ids)
         if self._had_reasoning:
             ends_before = self._ended_by_call and self._num_before_call is not None
@@ -75,24 +77,30 @@ class ReasoningSplitter:
             piece.reasoning = self._take_reasoning(finished)
         if self._section is Section.CONTENT:
             self._drop_leading_breaks()
-            piece.content, self._buffer = self._buffer, ""
+            piece.content = self._buffer
+            self._buffer = ""
         return piece
 
     def _take_opening_tag(self, finished: bool) -> None:
         text = self._buffer.lstrip()
         if text.startswith(OPEN):
-            self._section, self._buffer, self._may_open = Section.REASONING, text[len(OPEN) :], False
+            self._section = Section.REASONING
+            self._buffer = text[len(OPEN) :]
+            self._may_open = False
             self._had_reasoning = True
         elif finished or not OPEN.startswith(text):
             self._may_open = False
             if self._section is Section.UNDECIDED:
-                self._section, self._at_start = Section.CONTENT, False
+                self._section = Section.CONTENT
+                self._at_start = False
 
     def _take_reasoning(self, finished: bool) -> str:
         self._drop_leading_breaks()
         before, tag, after = self._buffer.partition(CLOSE)
         if tag:
-            self._section, self._buffer, self._at_start = Section.CONTENT, after, True
+            self._section = Section.CONTENT
+            self._buffer = after
+            self._at_start = True
             return before.rstrip("\n")
         begun = find_first(self._buffer, tuple(self._openings))
         keep = 0 if finished else num_undecided(self._buffer, (CLOSE, *self._openings))
@@ -101,7 +109,9 @@ class ReasoningSplitter:
             ready = ready.rstrip("\n")  # dropped if a tag or a call follows
         self._buffer = self._buffer[len(ready) :]
         if begun and finished:
-            self._section, self._ended_by_call, self._at_start = Section.CONTENT, True, True
+            self._section = Section.CONTENT
+            self._ended_by_call = True
+            self._at_start = True
         return ready
 
     def _drop_leading_breaks(self) -> None:
@@ -134,8 +144,8 @@ class ReasoningParser:
         unfinished: text of the last assistant message, which the answer continues; None: the answer is a new message.
         """
         if unfinished is not None:
-            thinking = OPEN in unfinished and CLOSE not in unfinished
-            return Section.REASONING if thinking else Section.CONTENT
+            is_thinking = OPEN in unfinished and CLOSE not in unfinished
+            return Section.REASONING if is_thinking else Section.CONTENT
         end = prompt.rstrip()
         if end.endswith(OPEN):
             return Section.REASONING

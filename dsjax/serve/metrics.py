@@ -41,12 +41,14 @@ class Metrics:
         device_memory: returns (device, bytes in use, bytes of memory) at each scrape.
         max_model_len: upper bound of the histograms of token counts.
         experts_per_device: physical experts of one device; 0 for a model without experts.
-        most_drafts: most draft tokens of a row; 0: no speculative decoding, and no samples of its metrics.
+        max_drafts: maximum draft tokens of a row; 0: no speculative decoding, and no samples of its metrics.
         page_bytes: bytes of a KV cache page on all devices of a DP rank.
-        generations: mesh epochs; None if the mesh never changes. parked: requests that wait for a larger mesh; None without epochs.
+        generations: mesh epochs; None if the mesh never changes.
+        parked: requests that wait for a larger mesh; None without epochs.
         prefills: this process's prefill engines.
         expert_links: returns the links to processes with experts; None without such processes.
-        links: returns the links to the group's other processes; None without a group. interfaces: returns the host's network cards.
+        links: returns the links to the group's other processes; None without a group.
+        interfaces: returns the host's network cards.
         clock: the clock of `Request.arrival_time`, in seconds.
     """
 
@@ -57,7 +59,7 @@ class Metrics:
         max_model_len: int,
         *,
         experts_per_device: int = 0,
-        most_drafts: int = 0,
+        max_drafts: int = 0,
         page_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
         device_memory: Callable[[], Iterable[tuple[str, int, int]]] = lambda: (),
@@ -113,7 +115,7 @@ class Metrics:
         )
         add_expert_metrics(registry, state)
         add_balance_metrics(registry, state)
-        self._drafts = DraftMetrics(registry, state, most_drafts)
+        self._drafts = DraftMetrics(registry, state, max_drafts)
         if generations is not None and parked is not None:
             metrics_parts.add_generation_metrics(registry, generations, parked)
         if prefills:
@@ -156,7 +158,9 @@ class Metrics:
         state = self._state
         self._completions.export_ranks(num_ranks)
         state.num_ranks = max(state.num_ranks, num_ranks)
-        state.loads, state.experts, state.experts_per_device = (), None, experts_per_device
+        state.loads = ()
+        state.experts = None
+        state.experts_per_device = experts_per_device
 
     def on_updates(self, updates: Sequence[Update]) -> None:
         """Count the tokens of a step."""

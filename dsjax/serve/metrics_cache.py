@@ -29,7 +29,8 @@ def add_tier_metrics(registry: Registry, state: LatestState) -> None:
 
     def bytes_by_tier(device_pages: Callable[[RankLoad], int], field: str) -> Callable[[], Samples]:
         def read() -> Samples:
-            loads, disk = state.loads, _disk(state)
+            loads = state.loads
+            disk = _disk(state)
             yield ("device",), state.page_bytes * sum(device_pages(load) for load in loads)
             hosts = [load.tiers["host"] for load in loads if "host" in load.tiers]
             if hosts:
@@ -86,7 +87,8 @@ def _add_host_metrics(registry: Registry, state: LatestState) -> None:
 
 
 def _add_disk_metrics(registry: Registry, state: LatestState) -> None:
-    name, count = "dsjax_disk_pages", field_reader(lambda: unlabelled(_disk(state)))
+    name = "dsjax_disk_pages"
+    count = field_reader(lambda: unlabelled(_disk(state)))
     registry.gauge(name, "Capacity of the disk tier, in pages.", count("usable_pages"))
     registry.gauge(f"{name}_used", "Pages on the disk.", count("used_pages"))
     registry.gauge(f"{name}_writing", "Pages being written to the disk.", count("writing"))
@@ -127,7 +129,8 @@ def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
             yield ("given_up",), transfers.given_up - transfers.refused
             yield ("refused",), transfers.refused
 
-    name, count = "dsjax_transfer", field_reader(lambda: unlabelled(counts()))
+    name = "dsjax_transfer"
+    count = field_reader(lambda: unlabelled(counts()))
     registry.gauge(f"{name}s_under_way", "Prompts that prefill engines are computing.", count("under_way"))
     registry.total(f"{name}_pages", "Pages received from prefill engines.", count("pages"))
     registry.gauge(

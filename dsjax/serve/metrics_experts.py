@@ -22,7 +22,7 @@ def add_expert_metrics(registry: Registry, state: LatestState) -> None:
     DeepSeek-V3 would have 15,000 samples by layer and expert; `/dump_expert_distribution_record` has each layer.
     """
 
-    def when_recorded(value: Callable[[ExpertCounts], Reading]) -> Callable[[], Reading]:
+    def from_counts(value: Callable[[ExpertCounts], Reading]) -> Callable[[], Reading]:
         return lambda: None if state.experts is None else value(state.experts)
 
     def tokens_by_expert(counts: ExpertCounts) -> Samples:
@@ -35,31 +35,31 @@ def add_expert_metrics(registry: Registry, state: LatestState) -> None:
         ratio = balancedness_of_ranks(load)
         return [(("sums",), ratio.of_sums), (("layers",), ratio.of_layers)]
 
+    field = field_reader(lambda: unlabelled(state.experts))
     registry.total(
         "dsjax_expert_tokens",
         "Tokens that each physical expert computed, over all MoE layers.",
-        when_recorded(tokens_by_expert),
+        from_counts(tokens_by_expert),
         "expert",
         "ep_rank",
     )
     registry.total(
         "dsjax_dispatch_rows",
         "Rows of tokens that each device sent to others.",
-        when_recorded(lambda counts: by_index(counts.rows_sent.tolist())),
+        from_counts(lambda counts: by_index(counts.rows_sent.tolist())),
         "device",
     )
-    count = field_reader(lambda: unlabelled(state.experts))
-    registry.total("dsjax_dispatch_rounds", "Rounds of dispatch in the layer with the most.", count("rounds"))
-    registry.total("dsjax_dispatch_bytes", "Bytes that all devices sent in dispatch.", count("dispatch_bytes"))
+    registry.total("dsjax_dispatch_rounds", "Rounds of dispatch in the layer with the most.", field("rounds"))
+    registry.total("dsjax_dispatch_bytes", "Bytes that all devices sent in dispatch.", field("dispatch_bytes"))
     registry.gauge(
         "dsjax_dispatch_padding_share",
         "Share of dispatched rows that were padding, since recording began.",
-        count("padding_share"),
+        field("padding_share"),
     )
     registry.gauge(
         "dsjax_expert_balancedness",
         f"Mean over max of the EP ranks' tokens since recording began; {_BALANCEDNESS_LABELS}",
-        when_recorded(balancedness),
+        from_counts(balancedness),
         "of",
     )
 
@@ -71,11 +71,12 @@ def add_balance_metrics(registry: Registry, state: LatestState) -> None:
         return lambda: None if (stats := state.parts.get("balance")) is None else value(stats)
 
     def balancedness(stats: BalanceStats) -> Reading:
-        ratios = [(("sums",), stats.balancedness), (("layers",), stats.layer_balancedness)]
-        return ratios if stats.windows else None
+        if not stats.windows:
+            return None
+        return [(("sums",), stats.balancedness), (("layers",), stats.layer_balancedness)]
 
-    count = field_reader(lambda: unlabelled(state.parts.get("balance")))
-    for name, documentation, field in (
+    field = field_reader(lambda: unlabelled(state.parts.get("balance")))
+    for name, documentation, field_name in (
         ("windows", "Load windows that were evaluated.", "windows"),
         ("rebalances", "Completed rebalances.", "rebalances"),
         ("failures", "Rebalances abandoned because an exchange failed.", "failures"),
@@ -86,9 +87,9 @@ def add_balance_metrics(registry: Registry, state: LatestState) -> None:
         ("exchange_seconds", "Time of exchanges that moved experts; no step runs meanwhile.", "exchange_seconds"),
         ("rebalance_seconds", "Time from a rebalancing decision to its last layer.", "rebalance_seconds"),
     ):
-        registry.total(f"dsjax_eplb_{name}", documentation, count(field))
+        registry.total(f"dsjax_eplb_{name}", documentation, field(field_name))
     registry.gauge(
-        "dsjax_eplb_layers_left", "Layers that the rebalance in progress has yet to change.", count("layers_left")
+        "dsjax_eplb_layers_left", "Layers that the rebalance in progress has yet to change.", field("layers_left")
     )
     registry.gauge(
         "dsjax_eplb_balancedness",
@@ -108,26 +109,26 @@ class DraftMetrics:
     """Drafted and accepted tokens of speculative decoding, over all ranks.
 
     Args:
-        most_drafts: number of draft positions to export from the start, with value 0.
+        max_drafts: number of draft positions to export from the start, with value 0.
     """
 
-    def __init__(self, registry: Registry, state: LatestState, most_drafts: int):
+    def __init__(self, registry: Registry, state: LatestState, max_drafts: int):
         registry.gauge(
             "dsjax_draft_tokens_chosen",
             "Current number of draft tokens per row, if the engine adapts it.",
             lambda: state.parts.get("draft_choice"),
         )
-        name = "vllm:spec_decode_num"
-        self._rows = registry.counter(f"{name}_drafts", "Rows with drafts to verify.")
-        self._drafted = registry.counter(f"{name}_draft_tokens", "Draft tokens that were verified.")
-        self._accepted = registry.counter(f"{name}_accepted_tokens", "Draft tokens that were accepted.")
+        prefix = "vllm:spec_decode_num"
+        self._rows = registry.counter(f"{prefix}_drafts", "Rows with drafts to verify.")
+        self._drafted = registry.counter(f"{prefix}_draft_tokens", "Draft tokens that were verified.")
+        self._accepted = registry.counter(f"{prefix}_accepted_tokens", "Draft tokens that were accepted.")
         self._per_position = registry.counter(
-            f"{name}_accepted_tokens_per_pos",
+            f"{prefix}_accepted_tokens_per_pos",
             "Accepted draft tokens by position in the row's drafts, from 0.",
             "position",
         )
-        if most_drafts:
-            self.count(DraftCounts(0, 0, 0, (0,) * most_drafts))
+        if max_drafts:
+            self.count(DraftCounts(0, 0, 0, accepted_per_position=(0,) * max_drafts))
 
     def count(self, counts: DraftCounts) -> None:
         """Count a step's drafts."""

@@ -101,7 +101,8 @@ class Family(Collector):
     ):
         common = registry.common if common is None else common
         self.name, self.documentation = name, documentation
-        self.labelnames, self._common = (*common, *labelnames), tuple(common.values())
+        self.labelnames = (*common, *labelnames)
+        self._common = tuple(common.values())
         registry.register(self)
 
     def samples(self) -> Iterable[Sample]:
@@ -211,7 +212,9 @@ class _SummedFamily:
 
     def __init__(self, family: Family, others: Mapping[tuple[str, Labels], float]):
         self.name, self.documentation, self.labelnames = family.name, family.documentation, family.labelnames
-        self.kind, self._family, self._others = family.kind, family, others
+        self.kind = family.kind
+        self._family = family
+        self._others = others
 
     def samples(self) -> Iterable[Sample]:
         """Yield the family's samples, then the samples that only other processes have."""
@@ -229,14 +232,16 @@ def sum_over_processes(
     totals: dict[str, dict[tuple[str, Labels], float]] = {}
     for snapshot in snapshots:
         for name, suffix, labels, value in snapshot:
-            family_totals, key = totals.setdefault(name, {}), (suffix, tuple(labels))
+            family_totals = totals.setdefault(name, {})
+            key = (suffix, tuple(labels))
             family_totals[key] = family_totals.get(key, 0) + value
     return [_SummedFamily(family, totals[family.name]) if family.name in totals else family for family in families]
 
 
 def one_two_five(most: int) -> list[int]:
     """Return vLLM's bounds for token counts: 1, 2, 5, 10, 20, 50, … up to `most`."""
-    bounds, power = [], 1
+    bounds = []
+    power = 1
     while power <= most:
         bounds += [digit * power for digit in (1, 2, 5) if digit * power <= most]
         power *= 10

@@ -25,8 +25,8 @@ class _Point(NamedTuple):
 class History:
     """Time series of sums since the start, with at most one point every two seconds.
 
-    A point is added before a step is counted, and when the history is read, so an idle server does no work. The sums before and
-    after an idle period are equal.
+    `Metrics` adds a point before it counts a step, and `to_json` when the history is read, so an idle server does no work. The sums
+    before and after an idle period are equal.
 
     Args:
         families: returns the families of `Metrics`.
@@ -45,23 +45,22 @@ class History:
 
     def add_point(self) -> None:
         """Add a point unless the last one is younger than the interval."""
-        now = self._clock()
+        self._add_point(self._clock())
+
+    def _add_point(self, now: float) -> None:
         if not self._points or now - self._points[-1].time >= INTERVAL_SECONDS:
             self._points.append(self._current_point(now))
             while now - self._points[0].time > KEPT_SECONDS:
                 self._points.popleft()
 
     def to_json(self) -> HistoryBody:
-        """Return all points, oldest first; the last is the current one.
-
-        The current point replaces one that is almost as recent, because the rate between the two would be meaningless.
-        """
-        self.add_point()
+        """Return all points, oldest first; the last is the current one."""
         now = self._clock()
+        self._add_point(now)
         points = [*self._points]
         if len(points) > 1 and now - points[-1].time < INTERVAL_SECONDS / 2:
-            points.pop()
-        if now > points[-1].time:
+            points.pop()  # almost as recent as the current point: the rate between the two would be meaningless
+        if points[-1].time < now:
             points.append(self._current_point(now))
         points = [point for point in points if now - point.time <= KEPT_SECONDS]
         before_window = [point for point in points if now - point.time >= LATENCY_WINDOW_SECONDS]
@@ -92,5 +91,6 @@ def _buckets(histogram: Family) -> dict[str, float]:
     counts: dict[str, float] = {}
     for suffix, labels, value in histogram.samples():
         if suffix == "_bucket":
-            counts[labels[-1]] = counts.get(labels[-1], 0) + value
+            upper_bound = labels[-1]  # `le`, which is a bucket's last label
+            counts[upper_bound] = counts.get(upper_bound, 0) + value
     return counts

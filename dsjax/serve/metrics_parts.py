@@ -20,24 +20,17 @@ if TYPE_CHECKING:  # import JAX
 
 @dataclass
 class LatestState:
-    """The engine's last known state.
+    """The engine's last known state."""
 
-    Attributes:
-        num_ranks: largest number of DP ranks since the start. Removed ranks report a load of 0.
-        experts_per_device: physical experts of one device. Expert `x` is on EP rank `x // experts_per_device` (label `ep_rank`).
-        page_bytes: bytes of a KV cache page, on all devices of a DP rank.
-        parts: counts of the core's plugins by name (`StepStats.parts`).
-        experts: sums since recording began, kept after it stops.
-        exchange_share: share of device time in collectives in the last profile; None without a profile or without operations.
-    """
-
-    num_ranks: int
+    num_ranks: int  # largest number of DP ranks since the start. Removed ranks report a load of 0
+    # physical experts of one device. Expert `x` is on EP rank `x // experts_per_device` (label `ep_rank`)
     experts_per_device: int
-    page_bytes: int
+    page_bytes: int  # bytes of a KV cache page, on all devices of a DP rank
     loads: Sequence[RankLoad] = ()
-    parts: dict[str, Any] = field(default_factory=dict)
-    experts: ExpertCounts | None = None
+    parts: dict[str, Any] = field(default_factory=dict)  # counts of the core's plugins by name (`StepStats.parts`)
+    experts: ExpertCounts | None = None  # sums since recording began, kept after it stops
     compilations: int = 0
+    # share of device time in collectives in the last profile; None without a profile or without operations
     exchange_share: float | None = None
 
 

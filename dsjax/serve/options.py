@@ -87,17 +87,13 @@ class HttpOptions(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(HttpOptions):
-    """All server options except the engine's.
+    """All server options except the engine's."""
 
-    Attributes:
-        api_keys: keys for all endpoints except the admin endpoints; empty: no key is needed.
-        admin_api_key: key for all endpoints; None: admin endpoints are closed.
-        step_timeout: seconds after which a step counts as a hang; 0: never.
-    """
-
+    # keys for all endpoints except the admin endpoints; empty: no key is needed
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    # key for all endpoints; None: admin endpoints are closed
     admin_api_key: str | None = dataclasses.field(default=None, repr=False)
-    step_timeout: float = 300.0
+    step_timeout: float = 300.0  # seconds after which a step counts as a hang; 0: never
 
     def __post_init__(self):
         super().__post_init__()
@@ -111,9 +107,9 @@ class ServeOptions(HttpOptions):
 
     def to_json(self) -> dict[str, Any]:
         """Return the options for `/server_info`, with the number of keys in place of the keys."""
-        shown = dataclasses.asdict(self)
-        keys, admin = shown.pop("api_keys"), shown.pop("admin_api_key")
-        return {**shown, "num_api_keys": len(keys), "has_admin_api_key": admin is not None}
+        fields = dataclasses.asdict(self)
+        keys, admin = fields.pop("api_keys"), fields.pop("admin_api_key")
+        return {**fields, "num_api_keys": len(keys), "has_admin_api_key": admin is not None}
 
 
 KEY_VARIABLE, ADMIN_KEY_VARIABLE = "DSJAX_API_KEY", "DSJAX_ADMIN_API_KEY"
@@ -155,13 +151,13 @@ def check_listener(listener: socket.socket, keys: Sequence[str], allow_unauthent
         )
 
 
-def read_keys(given: Iterable[str], files: Iterable[Path]) -> tuple[str, ...]:
+def read_keys(keys_given: Iterable[str], files: Iterable[Path]) -> tuple[str, ...]:
     """Read keys from the command line and from files with one key per line; blank lines and `#` comments are skipped.
 
     Raises:
         UserError: a file cannot be read, or holds no key, which would leave the server open to all.
     """
-    keys = list(given)
+    keys = list(keys_given)
     for path in files:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()

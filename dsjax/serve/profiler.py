@@ -38,7 +38,7 @@ def device_time(folder: Path) -> DeviceTime:
 
     newest = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns, default=None)
     if newest is None:
-        return DeviceTime(0.0, 0.0)
+        return DeviceTime(exchanges=0.0, all=0.0)
     planes = jax.profiler.ProfileData.from_file(str(newest)).planes
     events = (event for plane in planes for line in plane.lines for event in line.events)
     return sum_of((dict(event.stats).get("hlo_op"), event.duration_ns * 1e-9) for event in events)

@@ -60,7 +60,8 @@ class OutputItems:
         return events + self._close(status)
 
     def _take_logprobs(self) -> list[dict[str, Any]]:
-        logprobs, self._undecided = self._undecided, []
+        logprobs = self._undecided
+        self._undecided = []
         return logprobs
 
     def _add_text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
@@ -95,9 +96,9 @@ class OutputItems:
 
     def _begin(self, item: dict[str, Any]) -> list[Event]:
         self._open = {"id": f"{_PREFIX[item['type']]}_{new_id()}", "status": "in_progress", **item}
-        shown = _copy(self._open) | ({} if item["type"] == "function_call" else {"content": []})
+        item_body = _copy(self._open) | ({} if item["type"] == "function_call" else {"content": []})
         self.items.append(self._open)
-        return [{"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": shown}]
+        return [{"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": item_body}]
 
     def _close(self, status: str) -> list[Event]:
         if self._open is None:
@@ -139,8 +140,8 @@ class ResponsesAnswer(ConvertedAnswer):
 
     def without_effect(self) -> list[str]:
         """Return the names of the request's fields that have no effect."""
-        own = self._body.without_effect()
-        return own + [name for name in self._chat.without_effect() if name not in ("store", "metadata", *own)]
+        fields = self._body.without_effect()
+        return fields + [name for name in self._chat.without_effect() if name not in ("store", "metadata", *fields)]
 
     async def start(self, options: RequestOptions) -> OutputStream:
         """Validate the request and queue the prompt, as `ChatAnswer.start` does.
@@ -157,9 +158,9 @@ class ResponsesAnswer(ConvertedAnswer):
     def first_chunks(self) -> list[Event]:
         """Return the events `response.created` and `response.in_progress`."""
         self._chat.first_chunks()
-        shown = self._response("in_progress", None)
+        response = self._response("in_progress", None)
         return self._numbered(
-            {"type": kind, "response": shown} for kind in ("response.created", "response.in_progress")
+            {"type": kind, "response": response} for kind in ("response.created", "response.in_progress")
         )
 
     def _convert(self, choice: ChatChoice) -> list[Event]:

@@ -87,8 +87,8 @@ class OpenAIFields(StrictModel):
 
     def without_effect(self) -> list[str]:
         """Return the names of given fields that have no effect."""
-        given = ((name, getattr(self, name)) for name in _WITHOUT_EFFECT)
-        return [name for name, value in given if value is not None and value not in _WITHOUT_EFFECT[name]]
+        fields = ((name, getattr(self, name)) for name in _WITHOUT_EFFECT)
+        return [name for name, value in fields if value is not None and value not in _WITHOUT_EFFECT[name]]
 
 
 def safe_header_names(names: list[str]) -> list[str]:
@@ -165,28 +165,28 @@ class GuidedFields(StrictModel):
     def _forms(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the fields that request a form, each with the form."""
         names = ("json", "regex", "choice", "grammar")
-        given = ((name, getattr(self, f"guided_{name}")) for name in names)
-        wanted_forms = [(f"guided_{name}", {name: value}) for name, value in given if value is not None]
+        fields = ((name, getattr(self, f"guided_{name}")) for name in names)
+        wanted_forms = [(f"guided_{name}", {name: value}) for name, value in fields if value is not None]
         if self.structured_outputs is not None:
             given = self.structured_outputs
             forms = {"json": given.json_, "json_object": given.json_object or None, "regex": given.regex}
             forms |= {"choice": given.choice, "grammar": given.grammar}
-            chosen = {name: value for name, value in forms.items() if value is not None}
-            StructuredOutputs(**chosen)  # raises if none or several are given
+            given_forms = {name: value for name, value in forms.items() if value is not None}
+            StructuredOutputs(**given_forms)  # raises if none or several are given
             if given.disable_any_whitespace is not None:
-                chosen["disable_any_whitespace"] = given.disable_any_whitespace
-            wanted_forms.append(("structured_outputs", chosen))
+                given_forms["disable_any_whitespace"] = given.disable_any_whitespace
+            wanted_forms.append(("structured_outputs", given_forms))
         if self.response_format is not None and self.response_format.type != "text":
             wanted_forms.append(("response_format", self._response_form(self.response_format)))
         return wanted_forms
 
     @staticmethod
-    def _response_form(given: ResponseFormat) -> dict[str, Any]:
-        if given.type == "json_object":
+    def _response_form(response_format: ResponseFormat) -> dict[str, Any]:
+        if response_format.type == "json_object":
             return {"json_object": True}
-        if given.json_schema is None:
+        if response_format.json_schema is None:
             raise ApiError(400, "response_format of type json_schema wants a json_schema", param="response_format")
-        return {"json": given.json_schema.schema_}
+        return {"json": response_format.json_schema.schema_}
 
 
 class StreamOptions(StrictModel):

@@ -215,18 +215,19 @@ class Version(TypedDict):
     version: str
 
 
-def _json_object(name: str, description: str, record: type | None = None, **changed: Any) -> type:
+def _json_object(name: str, description: str, record: type, omit: str | None = None, **fields: Any) -> type:
     """Return a `TypedDict` for a JSON object with the fields of an engine record. name: name in the OpenAPI schema.
 
-    changed: types of additional fields, and of fields with a different type in JSON; None: omit the field.
+    omit: field of the record that the object lacks. fields: types of additional fields, and of fields with a different type in JSON.
     """
-    fields = {**(inspect.get_annotations(record) if record else {}), **changed}
-    body = TypedDict(name, {field: kind for field, kind in fields.items() if kind is not None})
+    types = {**inspect.get_annotations(record), **fields}
+    types.pop(omit, None)
+    body = TypedDict(name, types)
     body.__doc__ = description
     return body
 
 
-TierBody = _json_object("HostPages", "KV cache pages of a DP rank in host memory.", TierCounts)
+HostPages = _json_object("HostPages", "KV cache pages of a DP rank in host memory.", TierCounts)
 DiskBody = _json_object("DiskBody", "KV cache pages of all DP ranks on disk.", DiskCounts)
 
 
@@ -239,7 +240,7 @@ class TierHits(TypedDict):
 
 
 RankLoadBody = _json_object(
-    "RankLoadBody", "Load of a DP rank.", RankLoad, hits=TierHits, tiers=None, host=TierBody | None
+    "RankLoadBody", "Load of a DP rank.", RankLoad, omit="tiers", hits=TierHits, host=HostPages | None
 )
 
 
@@ -250,9 +251,11 @@ class Load(TypedDict):
     disk: DiskBody | None
 
 
-BalancednessBody = _json_object(
-    "Balancedness", "Mean ÷ maximum of the EP ranks' loads, each summed over layers.", before=float, after=float
-)
+class Balancedness(TypedDict):
+    """Mean ÷ maximum of the EP ranks' loads, each summed over layers."""
+
+    before: float
+    after: float
 
 
 class Rebalance(TypedDict):
@@ -265,7 +268,7 @@ class Rebalance(TypedDict):
     experts: int
     bytes: int
     exchanges: int
-    balancedness: BalancednessBody
+    balancedness: Balancedness
 
 
 class Scaled(TypedDict):
@@ -358,6 +361,6 @@ _ALWAYS = (400, 401, 404, 405, 408, 413)
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return a route's `responses`: the given statuses, and those that any request can get (bad header, missing key, no body)."""
-    known = {status: _MEANINGS[status] for status in sorted({*_ALWAYS, *statuses})}
-    known["default"] = "any other error"  # keeps FastAPI from adding a 422, which is never sent
-    return {status: {"model": ErrorBody, "description": meaning} for status, meaning in known.items()}
+    responses = {status: _MEANINGS[status] for status in sorted({*_ALWAYS, *statuses})}
+    responses["default"] = "any other error"  # keeps FastAPI from adding a 422, which is never sent
+    return {status: {"model": ErrorBody, "description": meaning} for status, meaning in responses.items()}

@@ -50,7 +50,8 @@ class Server(uvicorn.Server):
         warm_up: compiles shapes in a thread. It receives a function to call between two shapes, which raises if the server is
             shutting down. `serve_on` re-raises its other errors. It may return a function with the same argument that compiles the
             remaining shapes in the same thread while requests are served.
-        on_ready: called once requests are admitted. on_signal: called in the handler of the first signal.
+        on_ready: called once requests are admitted.
+        on_signal: called in the handler of the first signal.
         before_exit: called with the exit code if the process must skip Python's normal exit because a thread hangs in a step or a
             compilation.
         before_routes: see `create_app`.

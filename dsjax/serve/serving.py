@@ -59,7 +59,8 @@ class QueueGate:
         """Admit a request or raise. The `with` block tokenises and submits it; afterwards the engine counts it.
 
         Args:
-            completions: completions of each prompt. reject: called with the error before it is raised.
+            completions: completions of each prompt.
+            reject: called with the error before it is raised.
 
         Raises:
             ApiError: 429 with `Retry-After`.
@@ -104,30 +105,21 @@ def queue_full(reason: str) -> ApiError:
 
 @dataclass
 class Serving:
-    """State that all endpoints share. The first of `model_names` is the default model of a request.
+    """State that all endpoints share. The first of `model_names` is the default model of a request."""
 
-    Attributes:
-        engine: an `AsyncEngine`; a `RemoteEngine` in a front end, a `SharedEngine` behind front ends.
-        facts: facts of the loaded model; None in tests without a model.
-        metrics: counts steps, outputs and refused requests.
-        orders_by_priority: whether the scheduler orders by `priority`.
-        front_ends: links to the front ends, if this is the engine process behind them.
-        compiling: whether programs for larger batches are being compiled while requests are served.
-        on_phase: called with each new phase.
-    """
-
+    # an `AsyncEngine`; a `RemoteEngine` in a front end, a `SharedEngine` behind front ends
     engine: RequestStreams | ThreadedEngine
     model_names: Sequence[str]
     model_root: str
     max_model_len: int
     options: ServeOptions = field(default_factory=ServeOptions)
-    facts: "EngineFacts | None" = None
-    metrics: Metrics | None = None
-    orders_by_priority: bool = False
+    facts: "EngineFacts | None" = None  # facts of the loaded model; None in tests without a model
+    metrics: Metrics | None = None  # counts steps, outputs and refused requests
+    orders_by_priority: bool = False  # whether the scheduler orders by `priority`
     phase: Phase = Phase.READY
-    compiling: bool = False
-    front_ends: Links | None = None
-    on_phase: Callable[[Phase], None] = lambda phase: None
+    compiling: bool = False  # whether programs for larger batches are being compiled while requests are served
+    front_ends: Links | None = None  # links to the front ends, if this is the engine process behind them
+    on_phase: Callable[[Phase], None] = lambda phase: None  # called with each new phase
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self):
@@ -188,7 +180,8 @@ class Serving:
         """Admit a request to the engine; yield the options to submit it with.
 
         Args:
-            texts: texts or token ids of its prompts. options: session and DP rank from the headers.
+            texts: texts or token ids of its prompts.
+            options: session and DP rank from the headers.
 
         Raises:
             ApiError: the server is not ready, the queue is full, or there is no such priority or rank.

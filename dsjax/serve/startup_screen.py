@@ -14,7 +14,7 @@ from rich.text import Text
 from dsjax.engine.contract import executor
 from dsjax.engine.engine import ENGINE_END
 from dsjax.engine.setup.facts import EngineFacts
-from dsjax.progress import counting
+from dsjax.progress import report_progress
 
 _MOST_ROWS = 4
 _MOST_COLUMNS = 16
@@ -103,7 +103,7 @@ def _mesh_picture(facts: EngineFacts) -> Group:
             break
         groups = ["·".join(f"{(copy * ep + e) * tp + t:>2}" for t in range(tp)) for e in range(ep)]
         columns = max(1, _MOST_COLUMNS // tp)
-        rows = [groups[at : at + columns] for at in range(0, ep, columns)]
+        rows = [groups[start : start + columns] for start in range(0, ep, columns)]
         lines += [Text("  ".join(f"[{group}]" for group in row)) for row in rows]
         if copies > 1:
             lines.append(Text(""))
@@ -142,15 +142,16 @@ def _bytes_table(facts: EngineFacts) -> Table:
 def warm_up_bar(console: Console) -> Iterator[executor.Progress]:
     """Show the progress of `LLMEngine.warm_up` for each engine: a bar in a terminal, otherwise a line per 10 %."""
     engine, report = None, None
-    with contextlib.ExitStack() as shown:
+    with contextlib.ExitStack() as bars:
 
         def progress(done: int, total: int, label: str) -> None:
             nonlocal engine, report
             name, _, shape = label.rpartition(ENGINE_END)
             if report is None or name != engine:
-                shown.close()
+                bars.close()
                 title = f"compiling shapes of {name}" if name else "compiling shapes"
-                engine, report = name, shown.enter_context(counting(console, True, title, total))
+                engine = name
+                report = bars.enter_context(report_progress(console, True, title, total))
             report(done, shape)
 
         yield progress

@@ -269,8 +269,9 @@ class CallParser(ABC):
         """The first state."""
 
     def _take(self, length: int) -> str:
-        taken, self._buffer = self._buffer[:length], self._buffer[length:]
-        return taken
+        text = self._buffer[:length]
+        self._buffer = self._buffer[length:]
+        return text
 
     def _num_undecided(self, markers: Sequence[str], finished: bool) -> int:
         return 0 if finished else num_undecided(self._buffer, markers)
@@ -312,8 +313,8 @@ class ToolCallParser(CallParser):
         if not first_marker:
             piece.content += self._take(len(self._buffer) - self._num_undecided(self._form.markers, finished))
             return False
-        at, marker = first_marker
-        piece.content += self._take(at)
+        index, marker = first_marker
+        piece.content += self._take(index)
         if marker in self._form.openings:
             self._step = self._between
         else:  # not part of a call
@@ -324,8 +325,8 @@ class ToolCallParser(CallParser):
         first_marker = find_first(self._buffer, (self._form.call_begin, self._form.calls_end))
         if not first_marker:
             return False
-        at, marker = first_marker
-        self._take(at + len(marker))
+        index, marker = first_marker
+        self._take(index + len(marker))
         self._step = self._name if marker == self._form.call_begin else self._text
         return True
 
@@ -350,7 +351,7 @@ class ToolCallParser(CallParser):
 
     def _arguments(self, piece: MessagePiece, finished: bool) -> bool:
         end = find_first(self._buffer, self._ends)
-        text = self._buffer[: end.at if end else len(self._buffer) - self._num_undecided(self._ends, finished)]
+        text = self._buffer[: end.at if end else len(self._buffer) - num_undecided(self._buffer, self._ends)]
         arguments = text.rstrip("` \n\r\t")  # the end of a fence, or whitespace before more text
         self._take(len(text) if end else len(arguments))
         if end:

@@ -1,7 +1,6 @@
 """`dsjax top`: watch a running server."""
 
 import contextlib
-import functools
 import json
 import sys
 import time
@@ -35,7 +34,7 @@ def top(
     try:
         before = client.read()  # a missing server is an error; one that goes away later is waited for
         if json_file is not None:
-            _write(client, before, interval, once, json_file)
+            _write_json(client, before, interval, once, json_file)
         elif once:
             time.sleep(interval)
             Console().print(Screen(client.url, view(before, client.read())))
@@ -49,22 +48,24 @@ def top(
 
 def _watch(client: StatusClient, before: StatusReading, interval: float) -> None:
     console = Console()
-    shown: dict[str, Any] | None = None
-    # Where the output cannot be redrawn, as in a file, print each screen after the last.
+    last_view: dict[str, Any] | None = None
     with Live(Screen(client.url, None), console=console, screen=console.is_terminal, auto_refresh=False) as live:
-        show = functools.partial(live.update, refresh=True) if console.is_terminal else console.print
         while True:
             time.sleep(interval)
+            problem = ""
             try:
                 after = client.read()
-                shown, before = view(before, after), after
+                last_view, before = view(before, after), after
             except NoAnswerError as error:
-                show(Screen(client.url, shown, str(error)))
-                continue
-            show(Screen(client.url, shown))
+                problem = str(error)
+            screen = Screen(client.url, last_view, problem)
+            if console.is_terminal:
+                live.update(screen, refresh=True)
+            else:  # a file or a pipe: one screen after the other
+                console.print(screen)
 
 
-def _write(client: StatusClient, before: StatusReading, interval: float, once: bool, json_file: str) -> None:
+def _write_json(client: StatusClient, before: StatusReading, interval: float, once: bool, json_file: str) -> None:
     with contextlib.ExitStack() as opened:
         file = sys.stdout
         if json_file != "-":
@@ -80,8 +81,7 @@ def _write(client: StatusClient, before: StatusReading, interval: float, once: b
                     raise
                 print(error, file=sys.stderr, flush=True)
                 continue
-            file.write(line + "\n")
-            file.flush()
+            print(line, file=file, flush=True)
             before = after
             if once:
                 return

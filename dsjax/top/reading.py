@@ -74,7 +74,7 @@ class Exposition:
     def growth(self, before: "Exposition", name: str, *labels: str) -> dict[tuple[str, ...], float]:
         """Return how much the sums of `by` grew. A sum that fell was reset by a restart, and grew from 0."""
         old = before.by(name, *labels)
-        return {key: grew(old.get(key, 0.0), value) for key, value in self.by(name, *labels).items()}
+        return {key: counter_growth(old.get(key, 0.0), value) for key, value in self.by(name, *labels).items()}
 
     def buckets(self, name: str, **labels: str) -> dict[float, float]:
         """Return a histogram over all samples that have these labels: upper bound → cumulative count."""
@@ -85,7 +85,7 @@ class Exposition:
         return {float(bound): count for bound, count in sorted(sums.items())}
 
 
-def grew(before: float, after: float) -> float:
+def counter_growth(before: float, after: float) -> float:
     """Return how much a counter grew; a restart of the server may have reset it to 0 in between."""
     return after - before if after >= before else after
 

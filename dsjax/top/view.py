@@ -4,10 +4,10 @@ import json
 import math
 from typing import Any
 
-from dsjax.top.reading import HISTOGRAMS, Exposition, NoAnswerError, StatusReading, grew
+from dsjax.top.reading import HISTOGRAMS, Exposition, NoAnswerError, StatusReading, counter_growth
 
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-_MOST_EXPERTS = 8
+_MAX_EXPERTS = 8
 
 
 def view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
@@ -40,9 +40,9 @@ def view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
         NoAnswerError: the readings have other fields or labels than those of dsjax serve.
     """
     try:
-        shown = _view(before, after)
-        json.dumps(shown, allow_nan=False)
-        return shown
+        fields = _build_view(before, after)
+        json.dumps(fields, allow_nan=False)
+        return fields
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise NoAnswerError(
             f"the server's /metrics, /server_info or /get_load is not dsjax serve's of this version ({type(error).__name__}: {error}); "
@@ -50,20 +50,22 @@ def view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
         ) from error
 
 
-def _view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
+def _build_view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
     seconds = max(after.time - before.time, 1e-9)
     old, new = before.metrics, after.metrics
-    made = new.growth(old, "vllm:generation_tokens_total", "engine")
+    generated = new.growth(old, "vllm:generation_tokens_total", "engine")
     steps = _latency(old, new, HISTOGRAMS["step"])
     return {
         "model": after.info.get("model"),
         "mesh": after.info.get("mesh"),
         "num_devices": after.info.get("num_devices"),
         "window_seconds": seconds,
-        "ranks": [{**load, "tokens_per_second": made.get((str(load["rank"]),), 0.0) / seconds} for load in after.loads],
+        "ranks": [
+            {**load, "tokens_per_second": generated.get((str(load["rank"]),), 0.0) / seconds} for load in after.loads
+        ],
         "tokens_per_second": {
-            "prompt": _grown(old, new, "vllm:prompt_tokens_total") / seconds,
-            "generation": sum(made.values()) / seconds,
+            "prompt": _total_growth(old, new, "vllm:prompt_tokens_total") / seconds,
+            "generation": sum(generated.values()) / seconds,
         },
         "requests": {
             "running": sum(load["running"] for load in after.loads),
@@ -72,14 +74,15 @@ def _view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
                 reason: count
                 for (reason,), count in new.growth(old, "vllm:request_success_total", "finished_reason").items()
             },
-            "rejected": _grown(old, new, "dsjax_requests_rejected_total"),
-            "preempted": _grown(old, new, "vllm:num_preemptions_total"),
-            "not_finite": _grown(old, new, "vllm:corrupted_requests_total"),
+            "rejected": _total_growth(old, new, "dsjax_requests_rejected_total"),
+            "preempted": _total_growth(old, new, "vllm:num_preemptions_total"),
+            "not_finite": _total_growth(old, new, "vllm:corrupted_requests_total"),
         },
         "cache": {
             "usage": _share(sum(x["used_pages"] for x in after.loads), sum(x["usable_pages"] for x in after.loads)),
             "hit_share": _share(
-                _grown(old, new, "vllm:prefix_cache_hits_total"), _grown(old, new, "vllm:prefix_cache_queries_total")
+                _total_growth(old, new, "vllm:prefix_cache_hits_total"),
+                _total_growth(old, new, "vllm:prefix_cache_queries_total"),
             ),
             "host": _offload_tier(old, new, "dsjax_rank_host_pages"),
             "disk": _disk_pages(old, new),
@@ -91,7 +94,7 @@ def _view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
         "experts": _experts(old, new),
         "balancing": _balancing(old, new),
         "expert_processes": _expert_processes(old, new, seconds),
-        "generation": _generation(new),
+        "generation": _mesh_epoch(new),
     }
 
 
@@ -118,7 +121,7 @@ def _offload_tier(old: Exposition, new: Exposition, name: str) -> dict[str, floa
     room, used = new.total(name), new.total(f"{name}_used")
     if not room:
         return None
-    stored, fetched = (_grown(old, new, f"{name}_{what}_total") for what in ("stored", "fetched"))
+    stored, fetched = (_total_growth(old, new, f"{name}_{event}_total") for event in ("stored", "fetched"))
     return {"usage": _share(used, room), "stored": stored, "fetched": fetched}
 
 
@@ -132,56 +135,57 @@ def _tiers(old: Exposition, new: Exposition) -> dict[str, Any] | None:
     if not new.by("vllm:external_prefix_cache_queries_total", "engine"):
         return None
     hits = new.growth(old, "dsjax_prefix_cache_hits_total", "tier", "engine")
-    missed = _grown(old, new, "vllm:external_prefix_cache_queries_total")
-    by_tier = {
-        tier: sum(tokens for key, tokens in hits.items() if key[0] == tier) for tier in ("device", "host", "disk")
+    missed = _total_growth(old, new, "vllm:external_prefix_cache_queries_total")
+    hits_by_tier = {
+        tier: sum(tokens for (label, _), tokens in hits.items() if label == tier) for tier in ("device", "host", "disk")
     }
-    asked = missed + by_tier["device"]
+    queried = missed + hits_by_tier["device"]
     return {
-        tier: {"hit_share": _share(tokens, asked), "wait": _latency(old, new, "dsjax_cache_fetch_seconds", tier=tier)}
-        for tier, tokens in by_tier.items()
+        tier: {"hit_share": _share(tokens, queried), "wait": _latency(old, new, "dsjax_cache_fetch_seconds", tier=tier)}
+        for tier, tokens in hits_by_tier.items()
     }
 
 
-def _grown(old: Exposition, new: Exposition, name: str) -> float:
+def _total_growth(old: Exposition, new: Exposition, name: str) -> float:
+    """Return how much a counter grew, over all engines and reasons."""
     return sum(new.growth(old, name, "engine", "reason").values())
 
 
 def _latency(old: Exposition, new: Exposition, name: str, **labels: str) -> dict[str, float | None]:
     before, after = old.buckets(name, **labels), new.buckets(name, **labels)
-    restarted = any(after[bound] < before.get(bound, 0.0) for bound in after)
-    buckets = {bound: count - (0.0 if restarted else before.get(bound, 0.0)) for bound, count in after.items()}
+    if any(count < before.get(bound, 0.0) for bound, count in after.items()):
+        before = {}  # the server has restarted
+    buckets = {bound: count - before.get(bound, 0.0) for bound, count in after.items()}
     count = buckets.get(math.inf, 0.0)
-    total = grew(old.total(f"{name}_sum", **labels), new.total(f"{name}_sum", **labels))
+    total = counter_growth(old.total(f"{name}_sum", **labels), new.total(f"{name}_sum", **labels))
     quantiles = {label: quantile(buckets, share) for label, share in _QUANTILES.items()}
     return {"count": count, "mean": total / count if count else None, **quantiles}
 
 
 def _steps(old: Exposition, new: Exposition, seconds: float, count: float) -> dict[str, Any]:
-    tokens = {kind: grown for (kind,), grown in new.growth(old, "dsjax_step_tokens_total", "kind").items()}
-    host = {part: grown for (part,), grown in new.growth(old, "dsjax_host_seconds_total", "part").items()}
+    tokens = {kind: growth for (kind,), growth in new.growth(old, "dsjax_step_tokens_total", "kind").items()}
+    host = new.growth(old, "dsjax_host_seconds_total", "part")
     return {
         "per_second": count / seconds,
         "padding_share": _share(tokens.get("padding", 0.0), sum(tokens.values())),
-        "host_seconds": {part: grown / count for part, grown in host.items()} if count else {},
+        "host_seconds": {part: growth / count for (part,), growth in host.items()} if count else {},
         "compilations_after_warm_up": new.total("dsjax_compilations_after_warm_up_total"),
     }
 
 
 def _drafts(old: Exposition, new: Exposition, seconds: float) -> dict[str, Any] | None:
-    name = "vllm:spec_decode_num"
-    if not new.by(f"{name}_drafts_total"):
+    if not new.by("vllm:spec_decode_num_drafts_total"):
         return None
-    rows, drafted, accepted = (
-        _grown(old, new, f"{name}_{what}_total") for what in ("drafts", "draft_tokens", "accepted_tokens")
-    )
-    positions = new.growth(old, f"{name}_accepted_tokens_per_pos_total", "position")
-    more = _share(accepted, rows)
+    rows = _total_growth(old, new, "vllm:spec_decode_num_drafts_total")
+    drafted = _total_growth(old, new, "vllm:spec_decode_num_draft_tokens_total")
+    accepted = _total_growth(old, new, "vllm:spec_decode_num_accepted_tokens_total")
+    growth = new.growth(old, "vllm:spec_decode_num_accepted_tokens_per_pos_total", "position")
+    by_position = {int(position): tokens for (position,), tokens in growth.items()}
     return {
         "per_second": drafted / seconds,
         "acceptance": _share(accepted, drafted),
-        "length": None if more is None else 1 + more,
-        "per_position": [_share(positions[key], rows) for key in sorted(positions, key=lambda key: int(key[0]))],
+        "length": 1 + accepted / rows if rows else None,
+        "per_position": [_share(tokens, rows) for _, tokens in sorted(by_position.items())],
     }
 
 
@@ -193,17 +197,17 @@ def _experts(old: Exposition, new: Exposition) -> dict[str, Any] | None:
     if not sum(tokens.values()):
         tokens = new.by(name, *labels)
     total = sum(tokens.values())
-    hottest = sorted(tokens, key=lambda key: -tokens[key])[:_MOST_EXPERTS]
+    hottest = sorted(tokens.items(), key=lambda item: -item[1])[:_MAX_EXPERTS]
     return {
-        "balancedness": {of: value for (of,), value in new.by("dsjax_expert_balancedness", "of").items()},
+        "balancedness": _balancedness(new, "dsjax_expert_balancedness"),
         "hottest": [
             {
-                "expert": int(key[0]),
-                "ep_rank": int(key[1]),
-                "share": _share(tokens[key], total),
-                "times_mean": _share(tokens[key] * len(tokens), total),
+                "expert": int(expert),
+                "ep_rank": int(ep_rank),
+                "share": _share(count, total),
+                "times_mean": _share(count * len(tokens), total),
             }
-            for key in hottest
+            for (expert, ep_rank), count in hottest
         ],
     }
 
@@ -211,48 +215,45 @@ def _experts(old: Exposition, new: Exposition) -> dict[str, Any] | None:
 def _balancing(old: Exposition, new: Exposition) -> dict[str, Any] | None:
     if not new.by("dsjax_eplb_layers_left", "model_name"):
         return None
-    grown = {
-        name: _grown(old, new, f"dsjax_eplb_{name}_total")
-        for name in ("rebalances", "experts_moved", "moved_bytes", "exchanges", "exchange_seconds")
-    }
+    counters = ("rebalances", "experts_moved", "moved_bytes", "exchanges", "exchange_seconds")
     return {
-        "balancedness": {of: value for (of,), value in new.by("dsjax_eplb_balancedness", "of").items()},
+        "balancedness": _balancedness(new, "dsjax_eplb_balancedness"),
         "layers_left": new.total("dsjax_eplb_layers_left"),
-        **grown,
+        **{name: _total_growth(old, new, f"dsjax_eplb_{name}_total") for name in counters},
     }
+
+
+def _balancedness(new: Exposition, name: str) -> dict[str, float]:
+    return {aggregation: value for (aggregation,), value in new.by(name, "of").items()}
 
 
 def _expert_processes(old: Exposition, new: Exposition, seconds: float) -> list[dict[str, Any]]:
-    name, label = "dsjax_expert_process", "expert_process"
-    connected, gaps = (new.by(f"{name}_{what}", label) for what in ("connected", "last_gap_seconds"))
-    losses, sent, received = (
-        new.growth(old, f"{name}_{what}_total", label) for what in ("losses", "sent_bytes", "received_bytes")
-    )
+    connected = new.by("dsjax_expert_process_connected", "expert_process")
+    gaps = new.by("dsjax_expert_process_last_gap_seconds", "expert_process")
+    losses = new.growth(old, "dsjax_expert_process_losses_total", "expert_process")
+    sent = new.growth(old, "dsjax_expert_process_sent_bytes_total", "expert_process")
+    received = new.growth(old, "dsjax_expert_process_received_bytes_total", "expert_process")
     return [
         {
-            "process": int(key[0]),
-            "connected": bool(connected[key]),
-            "losses": losses.get(key, 0.0),
-            "last_gap_seconds": gaps.get(key, 0.0),
-            "sent": sent.get(key, 0.0) / seconds,
-            "received": received.get(key, 0.0) / seconds,
+            "process": int(process),
+            "connected": bool(is_connected),
+            "losses": losses.get((process,), 0.0),
+            "last_gap_seconds": gaps.get((process,), 0.0),
+            "sent": sent.get((process,), 0.0) / seconds,
+            "received": received.get((process,), 0.0) / seconds,
         }
-        for key in sorted(connected, key=lambda key: int(key[0]))
+        for (process,), is_connected in sorted(connected.items(), key=lambda item: int(item[0][0]))
     ]
 
 
-def _generation(new: Exposition) -> dict[str, Any] | None:
+def _mesh_epoch(new: Exposition) -> dict[str, Any] | None:
     if not new.by("dsjax_generation", "model_name"):
         return None
-    names = ("devices", "devices_wanted", "changing")
-    number, devices, wanted, changing = (
-        new.total(f"dsjax_generation{name}") for name in ("", *(f"_{n}" for n in names))
-    )
     return {
-        "number": int(number),
-        "devices": int(devices),
-        "devices_wanted": int(wanted),
-        "changing": bool(changing),
+        "number": int(new.total("dsjax_generation")),
+        "devices": int(new.total("dsjax_generation_devices")),
+        "devices_wanted": int(new.total("dsjax_generation_devices_wanted")),
+        "changing": bool(new.total("dsjax_generation_changing")),
         "requests_waiting": int(new.total("dsjax_requests_waiting_for_mesh")),
     }
 

@@ -11,7 +11,8 @@ Within one mesh, a collective moves the rows. Here, three programs and two host 
     | tokens' mesh  | ``Between.add``: sum each token's results, in the order of choices or of expert devices   |
 
 Shapes are static: in one round, a token device sends at most ``capacity`` rows to each expert device. Further rows need further rounds:
-call ``pack`` with the round's number, ``keep`` with its results, and ``add_kept`` at the end. ``pack`` returns the counts for ``rounds``.
+call ``pack`` with the round's number ``r``, ``store_terms`` with its results, and ``sum_terms`` at the end. ``pack`` returns the counts for
+``rounds``.
 
 The experts' mesh runs no collective and keeps no state, so another mesh can replace it between two calls.
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -41,9 +42,9 @@ from sharding.mesh import MeshSpec
 from sharding.sums import add_in_order
 
 
-def columns(wire: WireFormat, experts: int, apart: bool) -> int:
-    """Return the number of results per row: 1 (a sum), or with ``apart`` one per choice, or per local expert if those are fewer."""
-    return min(wire.top_k, experts) if apart else 1
+def columns(wire: WireFormat, experts: int, returns_terms: bool) -> int:
+    """Return the number of results per row: 1 for a sum, otherwise the number of choices or of local experts, whichever is smaller."""
+    return min(wire.top_k, experts) if returns_terms else 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,7 @@ class Between:
     spec, mesh: of the token devices. expert_spec: of the expert devices, each of which holds whole experts (no width split).
     parts: number of equal runs of expert devices, each of which receives one array of rows: 1, or the number of processes that own them.
     tokens: number of tokens of the whole step, a multiple of ``spec.dp_size``. experts: total number of physical experts.
-    wire: format of a packed row. by_choice: see ``DispatchConfig``. room: the capacity; None: use ``default_capacity``.
+    wire: format of a packed row. by_choice: see ``DispatchConfig``. fixed_capacity: the capacity; None: use ``default_capacity``.
     """
 
     spec: MeshSpec
@@ -64,7 +65,7 @@ class Between:
     experts: int
     wire: WireFormat
     by_choice: bool
-    room: int | None = None
+    fixed_capacity: int | None = None
 
     @cached_property
     def group(self) -> ExpertGroup:
@@ -84,7 +85,7 @@ class Between:
     @cached_property
     def capacity(self) -> int:
         """Rows that a token device can send to one expert device in a round."""
-        return self.room or default_capacity(self.rows, self.wire.top_k, self.group.size, overlapped=True)
+        return self.fixed_capacity or default_capacity(self.rows, self.wire.top_k, self.group.size, overlapped=True)
 
     @property
     def part_devices(self) -> int:
@@ -92,25 +93,24 @@ class Between:
         return self.group.size // self.parts
 
     @property
-    def is_apart(self) -> bool:
+    def returns_terms(self) -> bool:
         """Whether the results of a token's experts are returned separately instead of as a sum."""
         return self.by_choice and self.group.size > 1
 
     @property
     def columns(self) -> int:
         """Results that an expert device returns per row."""
-        return columns(self.wire, self.group.experts, self.is_apart)
+        return columns(self.wire, self.group.experts, self.returns_terms)
 
     @property
-    def bytes_there(self) -> int:
-        """Bytes sent to the experts per round, including empty rows."""
-        return self.senders * self.group.size * self.capacity * self.wire.row_bytes
+    def round_rows(self) -> int:
+        """Rows that all token devices send per round, including empty ones."""
+        return self.senders * self.group.size * self.capacity
 
     @property
     def bytes_back(self) -> int:
-        """Bytes returned per round, including empty rows."""
-        cell = self.wire.width * jnp.dtype(self.wire.dtype).itemsize
-        return self.senders * self.group.size * self.capacity * self.columns * cell
+        """Bytes returned per row; ``wire.row_bytes`` are sent."""
+        return self.columns * self.wire.width * jnp.dtype(self.wire.dtype).itemsize
 
     @property
     def described_returns(self) -> list[jax.ShapeDtypeStruct]:
@@ -119,8 +119,8 @@ class Between:
         return [jax.ShapeDtypeStruct(shape, self.wire.dtype, sharding=self._over_tokens)] * self.parts
 
     @property
-    def described_kept(self) -> jax.ShapeDtypeStruct:
-        """Shape, dtype and sharding of the ``kept`` array of ``keep``: one term per choice of every token."""
+    def described_terms(self) -> jax.ShapeDtypeStruct:
+        """Shape, dtype and sharding of the ``terms_NKD`` argument of ``store_terms``: one term per choice of every token."""
         shape = self.senders * self.rows, self.wire.top_k, self.wire.width
         return jax.ShapeDtypeStruct(shape, self.wire.dtype, sharding=self._over_tokens)
 
@@ -147,16 +147,14 @@ class Between:
 
         def on_device(x_TD, slots_TK, weights_TK, r):
             route = plan_route(self.group, slots_TK)
-            nothing = jnp.int32(0)
-            packed = jnp.concatenate(
-                [self.wire.pack(x_TD, slots_TK, weights_TK, nothing), self.wire.empty_row(nothing)]
-            )
+            unused = jnp.int32(0)
+            rows = [self.wire.pack(x_TD, slots_TK, weights_TK, unused), self.wire.empty_row(unused)]
             cell_TK, _ = cells_of(route, self.capacity, r)
-            rows = packed.take(fill_cells(cell_TK, self.group.size * self.capacity), axis=0, mode="clip")
-            return jnp.split(rows, self.parts), route.counts_G[None]
+            row_of_cell = fill_cells(cell_TK, self.group.size * self.capacity)
+            packed = jnp.concatenate(rows).take(row_of_cell, axis=0, mode="clip")
+            return jnp.split(packed, self.parts), route.counts_G[None]
 
-        pad = partial(pad_per_dp_rank, dp=self.spec.dp_size, multiple=self.spec.tp_size)
-        inputs = pad(x_TD, fill=0), pad(slots_TK, fill=-1), pad(weights_TK.astype(jnp.float32), fill=0)
+        inputs = self._padded(x_TD, 0), self._padded(slots_TK), self._padded(weights_TK.astype(jnp.float32), 0)
         return self._on_tokens(on_device, *inputs, r)
 
     def loads(self, slots_TK: Int[Array, "T K"]) -> Int[Array, "S X"]:
@@ -171,32 +169,32 @@ class Between:
         """Return each token's sum of the results of a single round. Inside ``jit`` on the tokens' mesh. slots_TK: as in ``pack``."""
 
         def on_device(slots_TK, returned, _):
-            return self._sum(self._terms(slots_TK, returned, 0, 0), slots_TK)
+            return self._sum(self._take_terms(returned, slots_TK, 0, otherwise=0), slots_TK)
 
         y_TD = self._on_tokens(on_device, self._padded(slots_TK), list(returned), 0)
         return unpad_per_dp_rank(y_TD, self.tokens, self.spec.dp_size)
 
-    def keep(
+    def store_terms(
         self,
-        kept: Float[Array, "N K D"],
+        terms_NKD: Float[Array, "N K D"],
         returned: Sequence[Float[Array, "M D"]],
         slots_TK: Int[Array, "T K"],
         r: Array,
     ) -> Float[Array, "N K D"]:
-        """Return ``kept`` with the terms of round ``r`` filled in. Inside ``jit`` on the tokens' mesh."""
+        """Return the terms of the earlier rounds and of round ``r``. Inside ``jit`` on the tokens' mesh."""
 
-        def on_device(slots_TK, kept, returned, r):
-            return self._terms(slots_TK, returned, r, kept)
+        def on_device(slots_TK, terms_TKD, returned, r):
+            return self._take_terms(returned, slots_TK, r, otherwise=terms_TKD)
 
-        return self._on_tokens(on_device, self._padded(slots_TK), kept, list(returned), r)
+        return self._on_tokens(on_device, self._padded(slots_TK), terms_NKD, list(returned), r)
 
-    def add_kept(self, kept: Float[Array, "N K D"], slots_TK: Int[Array, "T K"]) -> Float[Array, "T D"]:
+    def sum_terms(self, terms_NKD: Float[Array, "N K D"], slots_TK: Int[Array, "T K"]) -> Float[Array, "T D"]:
         """Return each token's sum of the terms of all rounds. Inside ``jit`` on the tokens' mesh."""
 
-        def on_device(slots_TK, kept, _):
-            return self._sum(kept, slots_TK)
+        def on_device(slots_TK, terms_TKD, _):
+            return self._sum(terms_TKD, slots_TK)
 
-        y_TD = self._on_tokens(on_device, self._padded(slots_TK), kept, 0)
+        y_TD = self._on_tokens(on_device, self._padded(slots_TK), terms_NKD, 0)
         return unpad_per_dp_rank(y_TD, self.tokens, self.spec.dp_size)
 
     def statistics(self, counts: Mapping[str, np.ndarray], *, padded: bool) -> DispatchStatistics:
@@ -207,8 +205,8 @@ class Between:
         arrays = {name: np.asarray(value).astype(np.int64) for name, value in counts.items()}
         per_expert = arrays["tokens_per_expert"].sum(axis=1)
         rows, rounds = arrays["rows_sent"], int(arrays["rounds"].max(axis=1).sum())
-        back = self.columns * self.wire.width * jnp.dtype(self.wire.dtype).itemsize
-        payload = int(rows.sum()) * (self.wire.row_bytes + back)
+        row_bytes = self.wire.row_bytes + self.bytes_back
+        payload = int(rows.sum()) * row_bytes
         return DispatchStatistics(
             tokens_per_expert=per_expert,
             tokens_per_rank=per_expert.reshape(len(per_expert), self.group.size, -1).sum(axis=2),
@@ -216,35 +214,35 @@ class Between:
             rows_received_per_rank=np.zeros(self.group.size, np.int64),
             rounds=rounds,
             payload_bytes=payload,
-            wire_bytes=rounds * (self.bytes_there + self.bytes_back) if padded else payload,
+            wire_bytes=rounds * self.round_rows * row_bytes if padded else payload,
         )
 
-    def _terms(self, slots_TK, returned, r: Array | int, before) -> Float[Array, "T K D"]:
-        """Return the result of each choice of a device's tokens in round ``r``, or ``before`` for choices without a result in it."""
+    def _take_terms(self, returned, slots_TK, r: Array | int, otherwise) -> Float[Array, "T K D"]:
+        """Return the result of each choice of a device's tokens in round ``r``, or ``otherwise`` for choices without a result in it."""
         route, K = plan_route(self.group, slots_TK), slots_TK.shape[1]
         place_TK = route.place_TK - r * self.capacity
-        comes_TK = (slots_TK >= 0) & (place_TK >= 0) & (place_TK < self.capacity)
-        column_TK = jnp.int32(0)
-        if not self.is_apart:
-            comes_TK &= route.sends_TK
-        elif self.columns < K:
+        is_returned_TK = (slots_TK >= 0) & (place_TK >= 0) & (place_TK < self.capacity)
+        if not self.returns_terms:
+            is_returned_TK &= route.sends_TK  # one choice of each row has the sum
+            column_TK = jnp.int32(0)
+        elif self.columns < K:  # one column per local expert
             column_TK = slots_TK % self.group.experts
-        else:
+        else:  # one column per choice
             column_TK = jnp.arange(K)
-        cell_TK = (route.rank_TK * self.capacity + place_TK) * self.columns + column_TK
-        answers = jnp.concatenate(returned) if len(returned) > 1 else returned[0]
-        terms_TKD = answers.take(jnp.where(comes_TK, cell_TK, 0), axis=0, mode="clip")
-        return jnp.where(comes_TK[:, :, None], terms_TKD, jnp.asarray(before, answers.dtype))
+        index_TK = (route.rank_TK * self.capacity + place_TK) * self.columns + column_TK
+        results = jnp.concatenate(returned) if len(returned) > 1 else returned[0]
+        terms_TKD = results.take(jnp.where(is_returned_TK, index_TK, 0), axis=0, mode="clip")
+        return jnp.where(is_returned_TK[:, :, None], terms_TKD, jnp.asarray(otherwise, results.dtype))
 
     def _sum(self, terms_TKD: Float[Array, "T K D"], slots_TK) -> Float[Array, "T D"]:
         """Sum a device's terms per token, in the order of choices, or of expert devices if those return sums."""
-        if not self.is_apart:
+        if not self.returns_terms:
             rank_TK = jnp.where(slots_TK >= 0, slots_TK // self.group.experts, self.group.size)
             terms_TKD = jnp.take_along_axis(terms_TKD, jnp.argsort(rank_TK, axis=1)[:, :, None], axis=1)
         return add_in_order(terms_TKD.astype(jnp.float32), axis=1).astype(self.wire.dtype)
 
-    def _padded(self, slots_TK: Int[Array, "T K"]) -> Array:
-        return pad_per_dp_rank(slots_TK, dp=self.spec.dp_size, multiple=self.spec.tp_size, fill=-1)
+    def _padded(self, array: Array, fill: int = -1) -> Array:
+        return pad_per_dp_rank(array, dp=self.spec.dp_size, multiple=self.spec.tp_size, fill=fill)
 
     def _on_tokens(self, part, *inputs):
         """Run ``part`` on each device's shard of the inputs. The last input, the round's number, is replicated."""
@@ -259,7 +257,7 @@ class ExpertHalf:
     """The experts' half of one exchange, on all expert devices or on one part of them.
 
     spec, mesh: of these devices. first: index of the first one among all expert devices. experts: physical experts per device.
-    wire: format of a packed row. apart: see ``Between.is_apart``.
+    wire: format of a packed row. returns_terms: see ``Between.returns_terms``.
     """
 
     spec: MeshSpec
@@ -267,7 +265,7 @@ class ExpertHalf:
     first: int
     experts: int
     wire: WireFormat
-    apart: bool
+    returns_terms: bool
 
     @property
     def size(self) -> int:
@@ -277,7 +275,7 @@ class ExpertHalf:
     @property
     def columns(self) -> int:
         """Results that a device returns per row."""
-        return columns(self.wire, self.experts, self.apart)
+        return columns(self.wire, self.experts, self.returns_terms)
 
     def described_arrivals(self, senders: int, cells: int) -> list[jax.ShapeDtypeStruct]:
         """Return shape, dtype and sharding of the ``arrivals`` of ``compute``: per sender, ``cells`` rows for each device."""
@@ -287,14 +285,15 @@ class ExpertHalf:
 
     def compute(self, arrivals: Sequence[UInt[Array, "n W"]], experts: ExpertsOfMesh) -> list[Float[Array, "m D"]]:
         """Return, for each sender, an array over the devices with the results of its rows. Inside ``jit``."""
-        group = ExpertGroup.of(self.spec, self.experts * self.size, self.mesh.devices.flat[0].platform, self.apart)
+        platform = self.mesh.devices.flat[0].platform
+        group = ExpertGroup.of(self.spec, self.experts * self.size, platform, in_order=self.returns_terms)
 
         def on_device(arrivals, params):
-            rows, slots_NK, weights_NK, _ = self.wire.unpack(jnp.concatenate(arrivals))
-            here = RankExperts(group, experts.local_experts, params, count=False)
-            give = here.terms if self.apart else here
-            answers, _ = give(rows, slots_NK - self.first * self.experts, weights_NK)
-            return list(answers.reshape(len(arrivals), -1, self.wire.width))
+            rows_ND, slots_NK, weights_NK, _ = self.wire.unpack(jnp.concatenate(arrivals))
+            local_experts = RankExperts(group, experts.local_experts, params, count=False)
+            compute = local_experts.terms if self.returns_terms else local_experts
+            results, _ = compute(rows_ND, slots_NK - self.first * self.experts, weights_NK)
+            return list(results.reshape(len(arrivals), -1, self.wire.width))
 
         over_experts = P(self.spec.token_axes)
         run = jax.shard_map(
@@ -309,24 +308,26 @@ class ExpertHalf:
 
 def to_experts(between: Between, half: ExpertHalf, rows: Sequence[UInt[Array, "N W"]]) -> list[UInt[Array, "n W"]]:
     """Start copying the rows of ``pack`` to this process's expert devices. Return the arrays that will arrive. Called on the host."""
-    targets, S = list(half.mesh.devices.flat), between.senders
-    sources = [shard for of_device in rows for shard in _shards(of_device, between.mesh)]
-    copies = jax.device_put(sources, [device for device in targets for _ in range(S)])
+    S = between.senders
+    # Shards and copies are ordered by expert device, then by token device.
+    shards = [shard for rows_of_device in rows for shard in _shards(rows_of_device, between.mesh)]
+    copies = jax.device_put(shards, [device for device in half.mesh.devices.flat for _ in range(S)])
     return [
-        jax.make_array_from_single_device_arrays(one.shape, one.sharding, copies[sender::S])
-        for sender, one in enumerate(half.described_arrivals(S, between.capacity))
+        jax.make_array_from_single_device_arrays(like.shape, like.sharding, copies[sender::S])
+        for sender, like in enumerate(half.described_arrivals(S, between.capacity))
     ]
 
 
 def to_tokens(between: Between, half: ExpertHalf, answers: Sequence[Float[Array, "m D"]]) -> list[Float[Array, "M D"]]:
     """Start copying each expert device's results to the token devices that sent the rows. Return the arrays. Called on the host."""
+    S = between.senders
     by_sender = [_shards(answer, half.mesh) for answer in answers]
-    targets, E = list(between.mesh.devices.flat), half.size
-    sources = [by_sender[place][expert] for expert in range(E) for place in range(len(targets))]
-    copies, S = jax.device_put(sources, targets * E), len(targets)
+    # Shards and copies are ordered by expert device, then by token device.
+    shards = [shard for shards_of_expert in zip(*by_sender, strict=True) for shard in shards_of_expert]
+    copies = jax.device_put(shards, list(between.mesh.devices.flat) * half.size)
     return [
-        jax.make_array_from_single_device_arrays(one.shape, one.sharding, copies[expert * S : (expert + 1) * S])
-        for expert, one in enumerate(between.described_returns)
+        jax.make_array_from_single_device_arrays(like.shape, like.sharding, copies[expert * S : (expert + 1) * S])
+        for expert, like in enumerate(between.described_returns)
     ]
 
 

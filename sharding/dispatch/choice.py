@@ -1,7 +1,5 @@
 """The rule for ``method="auto"``, used by the dispatch, the dry run and the planner, which must not import JAX for it."""
 
-from __future__ import annotations
-
 from sharding.dispatch.config import default_capacity, even_routing_rows, host_capacity
 
 CPU_GATHER_TOKENS, IN_MEMORY_GATHER_TOKENS = 256, 16

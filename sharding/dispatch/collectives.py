@@ -1,7 +1,5 @@
 """``Collective``: size and traffic of one collective of a layer's dispatch, computed from shapes; and constructors for common ones."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -63,10 +63,12 @@ class DispatchConfig:
         )
 
     def __post_init__(self):
-        if self.method not in METHODS and not hasattr(self.method, "keeps_choices"):
+        if self.method not in METHODS and not hasattr(self.method, "check_members"):
             raise MeshError(
                 f"dispatch method {self.method!r}; expected one of {METHODS}, or a class that inherits sharding.dispatch.Method"
             )
+        if self.method not in METHODS:
+            self.method.check_members()
         if self.wire not in WIRES:
             raise MeshError(f"dispatch wire {self.wire!r}; expected one of {WIRES}")
         if self.in_memory is not None and (self.overlapped or not self.by_choice):

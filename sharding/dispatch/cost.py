@@ -3,8 +3,6 @@
 ``tests/sharding/test_dispatch_cost.py`` compares them with the lowered StableHLO, collective by collective.
 """
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from sharding.dispatch.collectives import Collective

@@ -77,19 +77,19 @@ class Hierarchical(Padded):
         return [*stages("dispatch", there), *width, *reversed(stages("combine", back))]
 
     @cached_property
-    def stages(self) -> tuple[ExpertGroup, ExpertGroup]:
+    def _stages(self) -> tuple[ExpertGroup, ExpertGroup]:
         """The groups of the two stages: between hosts, and inside a host."""
         return self.group.in_two_stages()
 
     @property
     def dispatch_stages(self) -> tuple[Stage, ...]:
         """Exchange between hosts, then inside each host."""
-        return self.send, self.relay
+        return self.send, self._relay
 
     @property
     def combine_stages(self) -> tuple[Stage, ...]:
         """Exchange inside each host, then between hosts."""
-        return self.answer, self.relay_back
+        return self.answer, self._relay_back
 
     @property
     def _blocks(self) -> int:
@@ -98,13 +98,13 @@ class Hierarchical(Padded):
 
     @property
     def _cells(self) -> int:
-        return self.stages[0].size * self.crossing
+        return self._stages[0].size * self.crossing
 
     def _holds_all(self, tokens: int) -> bool:
         return self.crossing >= tokens and self.capacity >= tokens
 
     def _plan(self, slots_TK) -> tuple[Route, Int[Array, "G"], Array]:
-        route, sent_G = plan_route(self.stages[0], slots_TK), jnp.sum(goes_to(self.group, slots_TK), axis=0)
+        route, sent_G = plan_route(self._stages[0], slots_TK), jnp.sum(goes_to(self.group, slots_TK), axis=0)
         blocks = -(-jnp.max(route.counts_G) // self.crossing)
         # At most all rows of a block go to one rank.
         turns = -(-jnp.minimum(jnp.max(sent_G), self.crossing) // self.capacity)
@@ -115,30 +115,30 @@ class Hierarchical(Padded):
 
     def send(self, transit: Transit) -> Transit:
         """Run one ``all_to_all`` between hosts."""
-        return Transit(self.stages[0].exchange(transit.rows), transit.kept)
+        return Transit(self._stages[0].exchange(transit.rows), transit.kept)
 
-    def relay(self, transit: Transit) -> Transit:
+    def _relay(self, transit: Transit) -> Transit:
         """Run one ``all_to_all`` inside each host, then gather the arrived rows over ``tp``."""
         return self._pooled(*self._spread(transit.rows, 0), transit.kept)
 
     def answer(self, transit: Transit) -> Transit:
         """Reduce the sums over the parts of the experts' width, then run one ``all_to_all`` inside each host."""
         sums_ND, kept = self._split_shared(transit)
-        return Transit(self.stages[1].exchange(sums_ND), kept)
+        return Transit(self._stages[1].exchange(sums_ND), kept)
 
-    def relay_back(self, transit: Transit) -> Transit:
+    def _relay_back(self, transit: Transit) -> Transit:
         """Add the sums over the ranks of a host, then run one ``all_to_all`` between hosts."""
         return Transit(self._crossed_back(transit.rows, transit.kept.way), transit.kept)
 
     def _there(self, rows: Array, r: jax.Array | int) -> tuple[Array, _Way]:
-        return self._spread(self.stages[0].exchange(rows), r)
+        return self._spread(self._stages[0].exchange(rows), r)
 
     def _back(self, sums_ND: Float[Array, "N D"], way: _Way) -> Array:
-        return self._crossed_back(self.stages[1].exchange(sums_ND), way)
+        return self._crossed_back(self._stages[1].exchange(sums_ND), way)
 
     def _spread(self, arrived_NW: Array, r: jax.Array | int) -> tuple[Array, _Way]:
         """Forward the rows that crossed in round ``r`` to their ranks inside this host. Also return their cells for combine."""
-        inside = self.stages[1]
+        inside = self._stages[1]
         _, slots_NK, _, needed_N = self.wire.unpack(arrived_NW)
         way = self._onward(slots_NK, r // self._blocks)
         # Empty cells carry the maximum number of rounds too, so that a rank without rows also learns it.
@@ -148,7 +148,7 @@ class Hierarchical(Padded):
 
     def _crossed_back(self, returned: Array, way: _Way) -> Array:
         """Add the results of this host's ranks for each row that crossed, and return the sums to the rows' hosts."""
-        return self.stages[0].exchange(add_returned(returned, *way).astype(self.wire.dtype))
+        return self._stages[0].exchange(add_returned(returned, *way).astype(self.wire.dtype))
 
     def _joined(self, y_TD: Array, more_TD: Array, now_TK: Bool[Array, "T K"]) -> Array:
         # A block returns in each of its rounds, with zeros for rows that this round does not forward.
@@ -156,7 +156,7 @@ class Hierarchical(Padded):
 
     def _onward(self, slots_NK: Int[Array, "N K"], turn: jax.Array | int) -> _Way:
         """Return the cells of the rows that crossed, for forwarding: for each rank of this host, a run of cells per sender."""
-        between, inside = self.stages
+        between, inside = self._stages
         here_NK = (slots_NK >= 0) & (slots_NK // between.experts == between.index())
         local_NK = jnp.where(here_NK, slots_NK - between.index() * between.experts, -1)
         senders = rearrange(local_NK, "(sender n) k -> sender n k", sender=between.size)

@@ -53,12 +53,14 @@ class Alone(Method):
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
         """Return the sums unchanged."""
-        nothing, seen = jnp.int32(0), transit.kept
-        return transit.rows, seen and seen | {"rows_sent": nothing, "rows_received": nothing, "rounds": nothing}
+        counts = transit.kept
+        if counts:
+            counts = counts | dict.fromkeys(("rows_sent", "rows_received", "rounds"), jnp.int32(0))
+        return transit.rows, counts
 
 
 class _WithShared(NamedTuple):
-    """What the inner method keeps, and the rows or the sums of the fused shared expert (None without one)."""
+    """What the inner method keeps, and the shared expert's inputs, then its sums (one array); None if it is not fused."""
 
     inner: Any
     shared: Any
@@ -90,12 +92,12 @@ class ByChoice(Method):
     @property
     def dispatch_stages(self) -> tuple[Stage, ...]:
         """The stages of ``method``."""
-        return self.send, *map(self._pass_shared_by, self.method.dispatch_stages[1:])
+        return self.send, *map(self._on_inner, self.method.dispatch_stages[1:])
 
     @property
     def combine_stages(self) -> tuple[Stage, ...]:
         """The stages of ``method``."""
-        return self.answer, *map(self._pass_shared_by, self.method.combine_stages[1:])
+        return self.answer, *map(self._on_inner, self.method.combine_stages[1:])
 
     def send(self, transit: Transit) -> Transit:
         """Run ``method.send``, and gather the rank's own tokens over ``tp`` for the shared expert."""
@@ -138,9 +140,9 @@ class ByChoice(Method):
 
     def after_further(self, transit: Transit, so_far: Any) -> Transit:
         """Run ``method.after_further``."""
-        return self._pass_shared_by(lambda inner: self.method.after_further(inner, so_far))(transit)
+        return self._on_inner(lambda inner: self.method.after_further(inner, so_far))(transit)
 
-    def _pass_shared_by(self, stage: Stage) -> Stage:
+    def _on_inner(self, stage: Stage) -> Stage:
         """Return a stage of ``method`` that passes the shared expert's rows or sums on unchanged."""
 
         def run(transit: Transit) -> Transit:

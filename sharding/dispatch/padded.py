@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Int
 from sharding.dispatch.collectives import Collective, over_width, spread
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import Counts, RankExperts, add_sent, shared_slots
-from sharding.dispatch.route import Route, add_returned, cells_of, fill_cells, plan_route, total_counts
+from sharding.dispatch.route import Route, add_returned, cells_of, fill_cells, plan_route
 from sharding.dispatch.transit import ExchangePlan, Method, Transit, in_rounds
 from sharding.dispatch.wire import WireFormat
 
@@ -143,7 +143,7 @@ class Padded(Method):
         returned = self._back(self.group.share_width(sums_ND), way)
         cell_TK, now_TK = self._cell(route, r)
         y_TD = self._joined(y_TD, add_returned(returned, cell_TK, now_TK), now_TK)
-        return y_TD, total_counts(counts, round_counts)
+        return y_TD, jax.tree.map(jnp.add, counts, round_counts)
 
     def after_further(self, transit: Transit, so_far: tuple[Array, Counts | None]) -> Transit:
         """Return the transit with the sums of further rounds, so that ``add`` runs none."""

@@ -57,8 +57,3 @@ def add_returned(
     """Return each token's float32 sum of the rows returned to its cells. Choices with ``here_TK`` False have no cell."""
     parts_TKD = returned_ND.take(jnp.where(here_TK, cell_TK, 0), axis=0, mode="clip").astype(jnp.float32)
     return jnp.sum(jnp.where(here_TK[:, :, None], parts_TKD, 0), axis=1)
-
-
-def total_counts(before: dict[str, jax.Array], after: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return the sum of two rounds' counts."""
-    return jax.tree.map(jnp.add, before, after)

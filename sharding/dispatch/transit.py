@@ -10,6 +10,7 @@ does not run them.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -22,6 +23,7 @@ from sharding.dispatch.collectives import Collective
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import Counts, RankExperts
 from sharding.dispatch.wire import WireFormat
+from sharding.errors import MeshError
 
 
 @jax.tree_util.register_dataclass
@@ -53,6 +55,22 @@ class Method:
 
     name: ClassVar[str]
     keeps_choices: ClassVar[bool] = False
+
+    @classmethod
+    def check_members(cls) -> None:
+        """Raise a ``MeshError`` if the class lacks a required member, or has a public one that nothing would call."""
+        inherited, required = vars(Method), ("name", "of", "collectives", "prepare", "compute", "add")
+        public = {name for name in dir(cls) if not name.startswith("_")}
+        fields = getattr(cls, "__dataclass_fields__", {})
+        optional = [name for name in inherited if not name.startswith("_") and name not in (*required, "check_members")]
+        missing = [name for name in required if inspect.getattr_static(cls, name, None) is inherited.get(name)]
+        unknown = sorted(public - {*dir(Method), *required, *fields})
+        if missing or unknown:
+            found = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(unknown)}"] * bool(unknown)
+            raise MeshError(
+                f"dispatch method {cls.__name__} {' and '.join(found)}; expected {', '.join(required)}, optionally {', '.join(optional)}, "
+                "and names of your own that begin with an underscore or are fields of the dataclass"
+            )
 
     @classmethod
     def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, fused_shared: bool) -> Method:

@@ -15,7 +15,6 @@ from typing import Any
 _INT, _STRING = {"type": "integer"}, {"type": "string"}
 _MAP = {"type": "object", "additionalProperties": _STRING}
 _INT_OR_STRING = {"anyOf": [_INT, _STRING]}
-_STRINGS = {"type": "array", "items": _STRING}
 _UNITS = "".join(f"(([0-9]+){unit})?" for unit in ("y", "w", "d", "h", "m", "s", "ms"))
 _DURATION = {"type": "string", "pattern": f"^(0|{_UNITS})$"}
 
@@ -28,85 +27,65 @@ def _choice(*values: str) -> dict[str, Any]:
     return {"enum": list(values)}
 
 
+def _list_of(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
+def _resource(api_version: str, kind: str, required: tuple[str, ...] = (), **spec: Any) -> dict[str, Any]:
+    top = {"apiVersion": _choice(api_version), "kind": _choice(kind), "metadata": _METADATA}
+    return _object((*top, "spec"), **top, spec=_object(required, **spec))
+
+
 _METADATA = _object(("name",), name=_STRING, namespace=_STRING, labels=_MAP, annotations=_MAP)
 _TEMPLATE = _object(metadata={"type": "object"}, spec={"type": "object"})
 
-LEADER_WORKER_SET = _object(
-    ("apiVersion", "kind", "metadata", "spec"),
-    apiVersion=_choice("leaderworkerset.x-k8s.io/v1"),
-    kind=_choice("LeaderWorkerSet"),
-    metadata=_METADATA,
-    spec=_object(
-        ("leaderWorkerTemplate",),
-        replicas={"type": "integer", "minimum": 0, "maximum": 1_000_000},
-        startupPolicy=_choice("LeaderCreated", "LeaderReady"),
-        rolloutStrategy=_object(
-            ("type",),
-            type=_choice("RollingUpdate"),
-            rollingUpdateConfiguration=_object(maxSurge=_INT_OR_STRING, maxUnavailable=_INT_OR_STRING, partition=_INT),
-        ),
-        leaderWorkerTemplate=_object(
-            ("workerTemplate",),
-            size=_INT,
-            restartPolicy=_choice("Default", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"),
-            workerTemplate=_TEMPLATE,
-        ),
+LEADER_WORKER_SET = _resource(
+    "leaderworkerset.x-k8s.io/v1",
+    "LeaderWorkerSet",
+    ("leaderWorkerTemplate",),
+    replicas={"type": "integer", "minimum": 0, "maximum": 1_000_000},
+    startupPolicy=_choice("LeaderCreated", "LeaderReady"),
+    rolloutStrategy=_object(
+        ("type",),
+        type=_choice("RollingUpdate"),
+        rollingUpdateConfiguration=_object(maxSurge=_INT_OR_STRING, maxUnavailable=_INT_OR_STRING, partition=_INT),
+    ),
+    leaderWorkerTemplate=_object(
+        ("workerTemplate",),
+        size=_INT,
+        restartPolicy=_choice("Default", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"),
+        workerTemplate=_TEMPLATE,
     ),
 )
 
-POD_MONITOR = _object(
-    ("apiVersion", "kind", "metadata", "spec"),
-    apiVersion=_choice("monitoring.coreos.com/v1"),
-    kind=_choice("PodMonitor"),
-    metadata=_METADATA,
-    spec=_object(
-        ("selector",),
-        selector=_object(matchLabels=_MAP),
-        podTargetLabels=_STRINGS,
-        podMetricsEndpoints={
-            "type": "array",
-            "items": _object(
-                port=_STRING,
-                path=_STRING,
-                interval=_DURATION,
-                authorization=_object(
-                    type=_STRING, credentials=_object(("key",), key=_STRING, name=_STRING, optional={"type": "boolean"})
-                ),
-            ),
-        },
-    ),
+_CREDENTIALS = _object(("key",), key=_STRING, name=_STRING, optional={"type": "boolean"})
+_AUTHORIZATION = _object(type=_STRING, credentials=_CREDENTIALS)
+
+POD_MONITOR = _resource(
+    "monitoring.coreos.com/v1",
+    "PodMonitor",
+    ("selector",),
+    selector=_object(matchLabels=_MAP),
+    podTargetLabels=_list_of(_STRING),
+    podMetricsEndpoints=_list_of(_object(port=_STRING, path=_STRING, interval=_DURATION, authorization=_AUTHORIZATION)),
 )
 
-COMPUTE_DOMAIN = _object(
-    ("apiVersion", "kind", "metadata", "spec"),
-    apiVersion=_choice("resource.nvidia.com/v1beta1"),
-    kind=_choice("ComputeDomain"),
-    metadata=_METADATA,
-    spec=_object(
-        ("numNodes", "channel"),
-        numNodes={"type": "integer", "minimum": 0},
-        channel=_object(("resourceClaimTemplate",), resourceClaimTemplate=_object(("name",), name=_STRING)),
-    ),
+COMPUTE_DOMAIN = _resource(
+    "resource.nvidia.com/v1beta1",
+    "ComputeDomain",
+    ("numNodes", "channel"),
+    numNodes={"type": "integer", "minimum": 0},
+    channel=_object(("resourceClaimTemplate",), resourceClaimTemplate=_object(("name",), name=_STRING)),
 )
 
-DYNAMO_GRAPH_DEPLOYMENT = _object(
-    ("apiVersion", "kind", "metadata", "spec"),
-    apiVersion=_choice("nvidia.com/v1beta1"),
-    kind=_choice("DynamoGraphDeployment"),
-    metadata=_METADATA,
-    spec=_object(
-        components={
-            "type": "array",
-            "items": _object(
-                ("name",),
-                name={"type": "string", "minLength": 1, "maxLength": 63},
-                type=_choice("frontend", "worker", "prefill", "decode", "planner", "epp"),
-                replicas={"type": "integer", "minimum": 0},
-                multinode=_object(nodeCount={"type": "integer", "minimum": 2}),
-                sharedMemorySize=_INT_OR_STRING,
-                podTemplate=_TEMPLATE,
-            ),
-        },
-    ),
+_COMPONENT = _object(
+    ("name",),
+    name={"type": "string", "minLength": 1, "maxLength": 63},
+    type=_choice("frontend", "worker", "prefill", "decode", "planner", "epp"),
+    replicas={"type": "integer", "minimum": 0},
+    multinode=_object(nodeCount={"type": "integer", "minimum": 2}),
+    sharedMemorySize=_INT_OR_STRING,
+    podTemplate=_TEMPLATE,
 )
+DYNAMO_GRAPH_DEPLOYMENT = _resource("nvidia.com/v1beta1", "DynamoGraphDeployment", components=_list_of(_COMPONENT))
 """The operator's own containers are named `main`; it fills in what a template leaves out."""

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -70,10 +71,8 @@ def render(folder: Path) -> list[dict]:
             assert (last in place) == (operation["op"] == "replace")
             place[last] = operation["value"]
     for image in custom.get("images", ()):
-        text = json.dumps(found)
-        found = json.loads(
-            text.replace(f'"image": "{image["name"]}"', f'"image": "{image["newName"]}:{image["newTag"]}"')
-        )
+        name, new = f'"image": "{image["name"]}"', f'"image": "{image["newName"]}:{image["newTag"]}"'
+        found = json.loads(json.dumps(found).replace(name, new))
     return found
 
 
@@ -83,6 +82,13 @@ def by_kind(folder: Path) -> dict[str, dict]:
 
 def template_of(group: dict) -> dict:
     return group["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+
+
+def engine_of(found: dict[str, dict]) -> tuple[dict, int, dict, dict]:
+    """Return a LeaderWorkerSet's spec, the size of a group, and the spec of its pods and of their only container."""
+    spec, pod = found["LeaderWorkerSet"]["spec"], template_of(found["LeaderWorkerSet"])["spec"]
+    (container,) = pod["containers"]
+    return spec, spec["leaderWorkerTemplate"]["size"], pod, container
 
 
 def options_of(container: dict) -> dict[str, str]:
@@ -119,10 +125,12 @@ def check(document: dict) -> None:
             kubernetes_validate.validate(one, version, strict=True)
 
 
-FOLDERS = [DEPLOY / "base", *(DEPLOY / "overlays" / name for name in OVERLAYS)]
+EACH_FOLDER = pytest.mark.parametrize(
+    "folder", [DEPLOY / "base", *(DEPLOY / "overlays" / name for name in OVERLAYS)], ids=lambda folder: folder.name
+)
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@EACH_FOLDER
 def test_every_manifest_is_what_the_published_schemas_say_with_options_that_serve_has(folder):
     documents = render(folder)
     kinds = ["ConfigMap", "Job", "LeaderWorkerSet", "NetworkPolicy", "PersistentVolumeClaim", "PodMonitor", "Service"]
@@ -130,18 +138,18 @@ def test_every_manifest_is_what_the_published_schemas_say_with_options_that_serv
     assert sorted(d["kind"] for d in documents) == [*domain, *kinds]
     for document in documents:
         check(document)
-    words = template_of(by_kind(folder)["LeaderWorkerSet"])["spec"]["containers"][0]["args"]
-    assert words[0] == "serve"
+    _, _, _, container = engine_of(by_kind(folder))
+    command, *words = container["args"]
+    assert command == "serve"
     flags = {flag for option in serve_command().params for flag in option.opts}
-    assert {word.partition("=")[0] for word in words[1:]} <= flags
+    assert {word.partition("=")[0] for word in words} <= flags
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not here")
 @pytest.mark.parametrize("name", ["base", "overlays/hosts-2", "overlays/tpu-v6e-32", "overlays/gb200-nvl72-36"])
 def test_kustomize_renders_the_same(name):
-    made = subprocess.run(
-        ["kubectl", "kustomize", DEPLOY / name], capture_output=True, text=True, check=True, timeout=240
-    )
+    words = ["kubectl", "kustomize", DEPLOY / name]
+    made = subprocess.run(words, capture_output=True, text=True, check=True, timeout=240)
     theirs = {d["kind"]: d for d in yaml.load_all(made.stdout, LOADER)}
     assert theirs == by_kind(DEPLOY / name)
 
@@ -150,35 +158,25 @@ def test_there_is_an_overlay_for_each_cluster_and_for_1_2_and_4_hosts():
     alike = {name for name in bundled_clusters() if load_cluster(name).prefill is None}
     assert set(OVERLAYS) == {*alike, "hosts-1", "hosts-2", "hosts-4"}
     for hosts in (1, 2, 4):
-        group = by_kind(DEPLOY / "overlays" / f"hosts-{hosts}")["LeaderWorkerSet"]["spec"]
-        assert (group["replicas"], group["leaderWorkerTemplate"]["size"]) == (1, hosts)
+        group, size, *_ = engine_of(by_kind(DEPLOY / "overlays" / f"hosts-{hosts}"))
+        assert (group["replicas"], size) == (1, hosts)
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_an_overlay_takes_the_devices_that_the_cluster_has_and_several_hosts_get_cards_or_a_compute_domain(name):
-    found = by_kind(DEPLOY / "overlays" / name)
-    spec = found["LeaderWorkerSet"]["spec"]
-    size = spec["leaderWorkerTemplate"]["size"]
-    pod = template_of(found["LeaderWorkerSet"])["spec"]
-    container = pod["containers"][0]
-    limits = container["resources"]["limits"]
-    (devices,) = [int(count) for kind, count in limits.items() if kind in ("nvidia.com/gpu", "google.com/tpu")]
-    assert MeshSpec.parse(options_of(container)["mesh"]).num_devices == size * devices
-    text = (DEPLOY / "overlays" / name / "kustomization.yaml").read_text()
-    cluster = load_cluster(re.search(r"--cluster (\S+)", text)[1])
-    assert spec["replicas"] * size <= cluster.hosts
+    folder = DEPLOY / "overlays" / name
+    found = by_kind(folder)
+    spec, hosts, pod, container = engine_of(found)
+    resources = container["resources"]
+    (devices,) = [int(n) for kind, n in resources["limits"].items() if kind in ("nvidia.com/gpu", "google.com/tpu")]
+    assert MeshSpec.parse(options_of(container)["mesh"]).num_devices == hosts * devices
+    cluster = load_cluster(re.search(r"--cluster (\S+)", (folder / "kustomization.yaml").read_text())[1])
+    assert spec["replicas"] * hosts <= cluster.hosts
     assert devices <= cluster.devices_per_host
     assert container["image"].endswith(":tpu" if cluster.hardware.platform == "tpu" else ":cuda")
-    chips = pod.get("nodeSelector", {})
-    if "cloud.google.com/gke-tpu-topology" in chips:
-        sides = [int(side) for side in chips["cloud.google.com/gke-tpu-topology"].split("x")]
-        assert sides[0] * sides[1] == size * devices
+    if topology := pod.get("nodeSelector", {}).get("cloud.google.com/gke-tpu-topology"):
+        assert math.prod(map(int, topology.split("x"))) == hosts * devices
     assert "/" in found["ConfigMap"]["data"]["MODEL"], "a repository with weights, not a bundled configuration"
-    found = by_kind(DEPLOY / "overlays" / name)
-    spec = found["LeaderWorkerSet"]["spec"]
-    hosts = spec["leaderWorkerTemplate"]["size"]
-    pod = template_of(found["LeaderWorkerSet"])["spec"]
-    resources = pod["containers"][0]["resources"]
     is_grace = name.startswith("gb")
     assert ("rdma/ib" in resources["limits"]) == (hosts > 1 and not is_grace and "tpu" not in name)
     assert ("claims" in resources) == ("ComputeDomain" in found) == (hosts > 1 and is_grace)
@@ -197,12 +195,9 @@ def serve_command():
 
 def test_probes_drain_and_ports_agree_with_the_server():
     found = by_kind(DEPLOY / "base")
-    template = template_of(found["LeaderWorkerSet"])
-    pod, labels = template["spec"], template["metadata"]["labels"]
-    container = pod["containers"][0]
-    probes = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
-    assert probes == {"startupProbe": "/health", "livenessProbe": "/health", "readinessProbe": "/ready"}
-    assert set(probes.values()) <= OPEN_PATHS, "a probe has no key"
+    labels = template_of(found["LeaderWorkerSet"])["metadata"]["labels"]
+    _, _, pod, container = engine_of(found)
+    check_probes(container)
     options = options_of(container)
     drain, waits = int(options["shutdown-timeout"]), int(container["lifecycle"]["preStop"]["exec"]["command"][1])
     assert waits + drain < pod["terminationGracePeriodSeconds"]
@@ -213,23 +208,19 @@ def test_probes_drain_and_ports_agree_with_the_server():
     assert found["PodMonitor"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@EACH_FOLDER
 def test_every_container_is_restricted_keys_open_its_ports_and_only_the_engine_s_pods_reach_any_but_http(folder):
     found = by_kind(folder)
-    engine = template_of(found["LeaderWorkerSet"])
-    for pod in (engine["spec"], found["Job"]["spec"]["template"]["spec"]):
-        check_restricted(pod, "rdma/ib" in engine["spec"]["containers"][0]["resources"].get("limits", {}))
-    (container,) = engine["spec"]["containers"]
+    _, _, engine, container = engine_of(found)
+    for pod in (engine, found["Job"]["spec"]["template"]["spec"]):
+        check_restricted(pod, "rdma/ib" in container["resources"].get("limits", {}))
     assert "--host=0.0.0.0" in container["args"]
-    secrets = {one["name"]: one["valueFrom"]["secretKeyRef"] for one in container["env"] if "valueFrom" in one}
-    assert secrets == {
-        "DSJAX_API_KEY": {"name": "dsjax-secrets", "key": "api-key"},
-        "DSJAX_ADMIN_API_KEY": {"name": "dsjax-secrets", "key": "admin-api-key"},
-        "DSJAX_CLUSTER_KEY": {"name": "dsjax-secrets", "key": "cluster-key"},
-    }, "none is optional: a pod without its secret does not start"
+    keys = {
+        f"DSJAX_{name}_KEY": secret(f"{name.replace('_', '-').lower()}-key") for name in ("API", "ADMIN_API", "CLUSTER")
+    }
+    assert secrets_of(container) == keys, "none is optional: a pod without its secret does not start"
     (endpoint,) = found["PodMonitor"]["spec"]["podMetricsEndpoints"]
-    assert endpoint["authorization"] == {"type": "Bearer", "credentials": {"name": "dsjax-secrets", "key": "api-key"}}
-    found = by_kind(folder)
+    assert endpoint["authorization"] == {"type": "Bearer", "credentials": secret("api-key")}
     labels = template_of(found["LeaderWorkerSet"])["metadata"]["labels"]
     policy = found["NetworkPolicy"]["spec"]
     assert policy["podSelector"]["matchLabels"] == labels
@@ -241,10 +232,8 @@ def test_every_container_is_restricted_keys_open_its_ports_and_only_the_engine_s
 
 def check_restricted(pod: dict, locks_memory: bool = False) -> None:
     """Hold a pod against Kubernetes' restricted standard, and more: its root file system is read-only. locks_memory: for RDMA."""
-    user = pod["securityContext"]
-    assert user["runAsNonRoot"]
-    assert user["runAsUser"] == 10001
-    assert user["seccompProfile"] == {"type": "RuntimeDefault"}
+    user = {"runAsNonRoot": True, "runAsUser": 10001, "seccompProfile": {"type": "RuntimeDefault"}}
+    assert pod["securityContext"].items() >= user.items()
     writable = {one["name"] for one in pod["volumes"] if "emptyDir" in one}
     for container in [*pod.get("initContainers", ()), *pod["containers"]]:
         has_cards = container in pod["containers"] and "rdma/ib" in container.get("resources", {}).get("limits", {})
@@ -256,15 +245,28 @@ def check_restricted(pod: dict, locks_memory: bool = False) -> None:
         assert {one["mountPath"] for one in container["volumeMounts"] if one["name"] in writable} >= {"/tmp"}
 
 
+def check_probes(container: dict) -> None:
+    probes = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
+    assert probes == {"startupProbe": "/health", "livenessProbe": "/health", "readinessProbe": "/ready"}
+    assert set(probes.values()) <= OPEN_PATHS, "a probe has no key"
+
+
+def secrets_of(container: dict) -> dict[str, dict]:
+    return {one["name"]: one["valueFrom"]["secretKeyRef"] for one in container["env"] if "secretKeyRef" in str(one)}
+
+
+def secret(name: str) -> dict[str, str]:
+    return {"name": "dsjax-secrets", "key": name}
+
+
 def test_the_image_has_no_compiler_and_no_root():
     text = (DEPLOY / "Dockerfile").read_text()
     stages = re.split(r"^FROM ", text, flags=re.MULTILINE)[1:]
     assert all(re.match(r"\S+@(sha256:[0-9a-f]{64}|\$\{PYTHON_DIGEST\})\s", stage) for stage in stages)
     assert re.search(r"^ARG PYTHON_DIGEST$", text, re.MULTILINE), "it has no default that grows old"
     assert not re.search(r"apt|gcc|clang|build-essential|ziglang|native", re.sub(r"#.*", "", text))
-    installs = [
-        line for line in text.replace("\\\n", " ").splitlines() for line in line.split("&&") if "pip install" in line
-    ]
+    commands = [one for line in text.replace("\\\n", " ").splitlines() for one in line.split("&&")]
+    installs = [one for one in commands if "pip install" in one]
     assert len(installs) == 3
     for line in installs:
         assert "--no-deps" in line
@@ -281,21 +283,19 @@ def test_every_locked_package_has_hashes_and_satisfies_the_project(name):
     assert list(mistakes(name, lock_file(name).read_text(encoding="utf-8"))) == []
 
 
-def test_a_lock_that_is_out_of_date_is_found():
+@pytest.mark.parametrize(("pattern", "by", "said"), [
+    (r"^jax==\S+", "jax==0.11.2", r"jax\S* is locked at 0\.11\.2"),
+    (r"^einops==(.*\n\s+--hash.*)+\n", "", "einops>=0.8 is not locked"),
+    (r"^einops==.*", "einops>=0.8", "is not one version with hashes"),
+    (r"\Z", "left==1.0\n", "is not one version with hashes"),
+    (r"\Z", "--index-url https://example.org\n", "no locked package"),
+    (r"\Z", f"einops==0.8.0 \\\\\n    --hash=sha256:{'0' * 64}\n", "locked twice"),
+])  # fmt: skip
+def test_a_lock_that_is_out_of_date_is_found(pattern, by, said):
     text = lock_file("cuda").read_text(encoding="utf-8")
-
-    def says(changed):
-        assert changed != text
-        return "; ".join(mistakes("cuda", changed))
-
-    assert re.search(
-        r"jax\S* is locked at 0\.11\.2", says(re.sub(r"^jax==\S+", "jax==0.11.2", text, flags=re.MULTILINE))
-    )
-    assert "einops>=0.8 is not locked" in says(re.sub(r"^einops==(.*\n\s+--hash.*)+\n", "", text, flags=re.MULTILINE))
-    assert "is not one version with hashes" in says(re.sub(r"^einops==.*", "einops>=0.8", text, flags=re.MULTILINE))
-    assert "is not one version with hashes" in says(text + "left==1.0\n")
-    assert "no locked package" in says(text + "--index-url https://example.org\n")
-    assert "locked twice" in says(text + "einops==0.8.0 \\\n    --hash=sha256:" + "0" * 64 + "\n")
+    changed = re.sub(pattern, by, text, flags=re.MULTILINE)
+    assert changed != text
+    assert re.search(said, "; ".join(mistakes("cuda", changed)))
 
 
 def test_a_plan_writes_an_overlay_with_all_that_it_needs(tmp_path):
@@ -304,14 +304,11 @@ def test_a_plan_writes_an_overlay_with_all_that_it_needs(tmp_path):
     found = by_kind(folder)
     for document in found.values():
         check(document)
-    spec = found["LeaderWorkerSet"]["spec"]
-    assert (spec["replicas"], spec["leaderWorkerTemplate"]["size"]) == (1, 4)
-    made = json.loads((folder / "recipe.json").read_text())
-    (service,) = made["services"]
-    args = template_of(found["LeaderWorkerSet"])["spec"]["containers"][0]["args"]
-    for flag, value in service["options"].items():
-        if flag != "--model":
-            assert (f"{flag}={value}" if value else flag) in args
+    spec, hosts, _, container = engine_of(found)
+    assert (spec["replicas"], hosts) == (1, 4)
+    (service,) = json.loads((folder / "recipe.json").read_text())["services"]
+    options = {flag: value for flag, value in service["options"].items() if flag != "--model"}
+    assert {f"{flag}={value}" if value else flag for flag, value in options.items()} <= {*container["args"]}
     assert found["ConfigMap"]["data"]["MODEL"] == "deepseek-ai/DeepSeek-V3"
     # 671 B parameters and the MTP module in FP8, and a quarter.
     assert found["PersistentVolumeClaim"]["spec"]["resources"]["requests"]["storage"] == "800Gi"

@@ -1,16 +1,15 @@
 """Attention and experts apart on Kubernetes: what `dsjax plan recipe FOLDER` writes of both sides."""
 
+import functools
 import json
 
 import pytest
-from test_deploy import check, check_restricted, plan, render, serve_command, template_of
+from test_deploy import check, check_probes, check_restricted, plan, render, secrets_of, serve_command, template_of
 
 from dsjax.engine.afd.options import afd_addresses
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hosts import HostOptions
-from dsjax.serve.guards import OPEN_PATHS
 
-ON_ONE_HOST = "--attention-mesh dp=8 --expert-mesh ep=16"
 GROUP_LABEL = "leaderworkerset.sigs.k8s.io/group-index"
 RANK_LABEL = "apps.kubernetes.io/pod-index"
 """What their controllers write on each pod."""
@@ -27,23 +26,25 @@ def planned(folder, words):
 
 
 @pytest.fixture(scope="module")
-def one_kind(tmp_path_factory):
-    """One instance: attention on a host of eight devices, experts on two."""
-    return planned(tmp_path_factory.mktemp("one") / "mine", ON_ONE_HOST)
+def planned_for(tmp_path_factory):
+    """A function that gives the documents of a plan with so many devices of each side, on hosts of eight."""
+
+    @functools.cache
+    def made(attention: int, experts: int):
+        folder = tmp_path_factory.mktemp("plan") / "mine"
+        return planned(folder, f"--attention-mesh dp={attention} --expert-mesh ep={experts}")
+
+    return made
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    """Two instances, each with attention on a host and experts on one."""
-    words = "--attention-mesh dp=8 --expert-mesh ep=8"
-    return planned(tmp_path_factory.mktemp("two") / "mine", words)
+@pytest.fixture
+def one_kind(planned_for):
+    return planned_for(8, 16)
 
 
-@pytest.fixture(scope="module")
-def group(tmp_path_factory):
-    """One instance: attention on two hosts of eight devices, experts on two."""
-    folder = tmp_path_factory.mktemp("group") / "mine"
-    return planned(folder, "--attention-mesh dp=16 --expert-mesh ep=16")
+@pytest.fixture
+def group(planned_for):
+    return planned_for(16, 16)
 
 
 def read(pod: dict, labels: dict[str, str]) -> tuple[EngineArgs, dict]:
@@ -73,22 +74,17 @@ def groups_of(found):
     sets = {one["metadata"]["name"]: one["spec"] for one in found["StatefulSet"]}
     assert len(sets) == group["spec"]["replicas"]
     for number in range(group["spec"]["replicas"]):
-        attention, server = read(pod, {GROUP_LABEL: str(number)})
         spec = sets[f"dsjax-experts-{number}"]
-        experts = {
-            f"dsjax-experts-{number}-{rank}.{spec['serviceName']}": read(
-                spec["template"]["spec"], {RANK_LABEL: str(rank)}
-            )[0]
-            for rank in range(spec["replicas"])
-        }
-        yield attention, server, experts
+        names = [f"dsjax-experts-{number}-{rank}.{spec['serviceName']}" for rank in range(spec["replicas"])]
+        pods = [read(spec["template"]["spec"], {RANK_LABEL: str(rank)})[0] for rank in range(spec["replicas"])]
+        yield *read(pod, {GROUP_LABEL: str(number)}), dict(zip(names, pods, strict=True))
 
 
-@pytest.mark.parametrize(("plan", "instances"), [("one_kind", 1), ("group", 1), ("two", 2)])
-def test_each_attention_process_calls_the_pods_of_its_group_at_the_names_and_ranks_that_they_keep(
-    plan, instances, request
+@pytest.mark.parametrize(("attention", "experts", "instances"), [(8, 16, 1), (16, 16, 1), (8, 8, 2)])
+def test_each_attention_process_calls_the_pods_of_its_group_at_their_names_and_ranks(
+    planned_for, attention, experts, instances
 ):
-    groups = list(groups_of(request.getfixturevalue(plan)))
+    groups = list(groups_of(planned_for(attention, experts)))
     assert len(groups) == instances
     for attention, _, experts in groups:
         assert attention.afd_role == "attention"
@@ -123,18 +119,13 @@ def test_pods_with_experts_are_fenced_restricted_have_their_keys_and_are_scraped
     assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels
     assert policy["spec"]["ingress"][1]["from"][0]["podSelector"]["matchLabels"].items() <= labels
     assert monitor["spec"]["selector"]["matchLabels"].items() <= labels
-    (pods,), (group,) = one_kind["StatefulSet"], one_kind["LeaderWorkerSet"]
     pod = pods["spec"]["template"]["spec"]
     check_restricted(pod)
     (container,) = pod["containers"]
-    (attention,) = template_of(group)["spec"]["containers"]
-    secrets = [[one for one in each["env"] if "secretKeyRef" in str(one)] for each in (container, attention)]
-    assert secrets[0] == secrets[1]
-    assert secrets[0]
+    (attention,) = template_of(one_kind["LeaderWorkerSet"][0])["spec"]["containers"]
+    assert secrets_of(container) == secrets_of(attention) != {}
     assert container["image"] == attention["image"]
-    probes = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
-    assert probes == {"startupProbe": "/health", "livenessProbe": "/health", "readinessProbe": "/ready"}
-    assert set(probes.values()) <= OPEN_PATHS
+    check_probes(container)
 
 
 def test_both_sides_on_one_host_are_one_process(tmp_path):

@@ -31,6 +31,14 @@ def endpoints():
         yield make
 
 
+@pytest.fixture(scope="module")
+def worded(tmp_path_factory):
+    """The tiny checkpoint with a tokenizer."""
+    from worded_checkpoint import write_worded_checkpoint
+
+    return write_worded_checkpoint(tmp_path_factory.mktemp("worded"))
+
+
 @pytest.fixture
 def give_away(monkeypatch):
     """A function that makes a path another user's."""

@@ -2,9 +2,9 @@
 
 import ast
 import asyncio
-import contextlib
 import csv
 import errno
+import inspect
 import logging
 import socket
 import threading
@@ -20,7 +20,7 @@ from unittest.mock import AsyncMock, Mock
 import numpy as np
 import pytest
 from fake_executor import FakeExecutor
-from group_in_threads import close_groups, enter, groups
+from group_in_threads import enter, groups
 from waits import until
 
 from dsjax import background
@@ -40,8 +40,7 @@ from dsjax.hosts import HostOptions, coordination
 from dsjax.hosts.group import GroupError
 from dsjax.hosts.links import Links
 from dsjax.hosts.wire import Announcement
-from dsjax.messaging import Endpoint, Link
-from dsjax.messaging.cluster_key import local_credentials
+from dsjax.messaging import Link
 from dsjax.serve import connections, headless
 from dsjax.serve.front_ends import processes
 from dsjax.serve.front_ends.messages import Add
@@ -69,11 +68,8 @@ def starts(node: ast.AST, within: tuple[str, ...] = ()) -> Iterator[str]:
 
 def started() -> set[tuple[str, str]]:
     package = ROOT / "dsjax"
-    return {
-        (path.relative_to(package).as_posix(), name)
-        for path in package.rglob("*.py")
-        for name in starts(ast.parse(path.read_text(encoding="utf-8")))
-    }
+    files = {path.relative_to(package).as_posix(): path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
+    return {(file, name) for file, text in files.items() for name in starts(ast.parse(text))}
 
 
 def rows() -> list[dict[str, str]]:
@@ -99,18 +95,17 @@ def once(error, then=lambda *arguments: None):
     failures = [error]
 
     def call(*arguments, **named):
-        if failures:
-            raise failures.pop()
-        return then(*arguments, **named)
+        try:
+            first = failures.pop()  # of one thread alone, whichever it is
+        except IndexError:
+            return then(*arguments, **named)
+        raise first
 
     return call
 
 
-class Unexpected(Exception):
-    """What no code expects."""
-
-
-BROKEN = Unexpected("injected")
+BROKEN = ArithmeticError("injected")
+"""What no code expects."""
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +113,8 @@ def soon(monkeypatch):
     monkeypatch.setattr(background, "RESTART_SECONDS", 0.0)
 
 
-# One function for each kind of work: it injects a failure, and sees that what has nothing to do with it goes on.
+# One function for each kind of work, given the fixtures that it names: it injects a failure, and sees that what has nothing to do with
+# it goes on.
 
 
 def fail_expert_balancing(monkeypatch):
@@ -144,26 +140,26 @@ def fail_expert_balancing(monkeypatch):
     assert failure_counts()["expert balancing"] >= 2
 
 
-def fail_expert_calls(monkeypatch):
+def fail_expert_calls(endpoints):
     """Who has called is disconnected, so that it calls again: no call is lost in silence."""
     half = SimpleNamespace(wire=SimpleNamespace(empty_row=lambda _: 0))
     side = SimpleNamespace(half=lambda step: half, first=0)
-    writer = SimpleNamespace(side=side, rows=np.zeros((1, 1), np.int32))
-    endpoints = [Endpoint("127.0.0.1", KEY) for _ in range(2)]
-    process = ExpertProcess(None, writer, {}, endpoints[0])
+    writer = SimpleNamespace(side=side, placement=np.zeros((1, 1), np.int32))
+    experts, caller = endpoints(), endpoints()
+    process = ExpertProcess(None, writer, {}, experts)
     process._receive_call = once(BROKEN, lambda message: process._reply(message.sender, Answered()))
 
     def call():
-        peer = endpoints[1].connect(endpoints[0].address, "attention")
+        peer = caller.connect(experts.address, "attention")
         opened = peer.request(OPEN, Open({}, bytes(4), b"one"), kind=Opened).result(60)
-        link = Link(endpoints[1], opened.address, opened.ticket, opened.name, "attention")
+        link = Link(caller, opened.address, opened.ticket, opened.name, "attention")
         link.send(b"a call")
         return peer, link
 
     peer, _ = call()
     until(lambda: peer.lost)
     assert call()[1].receive(60)
-    endpoints[1].close()
+    caller.close()
     process.close()
 
 
@@ -184,7 +180,7 @@ def chunks():
     return made
 
 
-def fail_chunk_offer(monkeypatch):
+def fail_chunk_offer():
     """Who waits for the chunk is told of it, and finds it gone, as it is dropped too; the next one is offered, and the next are dropped."""
     made, offered, dropped = chunks(), [], []
     made.send_chunks(once(BROKEN, lambda *offer: offered.append(offer)), once(BROKEN, dropped.append))
@@ -197,17 +193,17 @@ def fail_chunk_offer(monkeypatch):
     made.close()
 
 
-def fail_chunk_pull(monkeypatch):
+def fail_chunk_pull():
     """Both the transport and who is told of it."""
-    made, reports = chunks(), []
-    chunk = {"latent": 1}
-    made.pull_chunks(once(BROKEN, lambda *arguments: chunk), once(BROKEN, reports.append))
+    made, reports, before = chunks(), [], failure_counts()["chunk pull"]
+    made.pull_chunks(once(BROKEN, lambda *arguments: {"latent": 1}), once(BROKEN, reports.append))
     for number in range(6):
         made._landed[0, number] = (None, 0)
         landing = page_chunks.Landing(0, messages.Source(0, ""), number, [number])
         made._pulls.put(partial(made._pull_and_report, landing))
     until(lambda: len(reports) == 5)
     assert sum(report.ok for report in reports) >= 4
+    until(lambda: failure_counts()["chunk pull"] == before + 2)  # the thread whose report has failed may be the last
     made.close()
 
 
@@ -218,36 +214,25 @@ def fail_chunk_drain(monkeypatch):
     transport.withdraw(1, {}, pulled=False)
 
 
-def fail_chunk_server(monkeypatch):
+def fail_chunk_server(endpoints):
     """A transport that raises is answered: who pulls need not wait out its limit."""
     transport = SimpleNamespace(address="here", publish=once(BROKEN, lambda *a: b"t"), withdraw=once(BROKEN))
-    with (
-        contextlib.closing(Endpoint("127.0.0.1", KEY)) as keeper,
-        contextlib.closing(Endpoint("127.0.0.1", KEY)) as puller,
-    ):
-        server = chunk_network.ChunkServer(keeper, lambda number, take: take({}), transport, 0.0)
-        peer = puller.connect(keeper.address, "decode")
-        with pytest.raises(RuntimeError, match="injected"):
-            peer.request("pull", 5).result(60)
-        for number in (6, 7):  # the second withdraws the first, which raises
-            assert peer.request("pull", number, messages.PublishedChunk).result(60).ticket == b"t"
-        server.close()
+    keeper = endpoints()
+    server = chunk_network.ChunkServer(keeper, lambda number, take: take({}), transport, 0.0)
+    peer = endpoints().connect(keeper.address, "decode")
+    with pytest.raises(RuntimeError, match="injected"):
+        peer.request("pull", 5).result(60)
+    for number in (6, 7):  # the second withdraws the first, which raises
+        assert peer.request("pull", number, messages.PublishedChunk).result(60).ticket == b"t"
+    server.close()
 
 
-def fail_client_watch(monkeypatch):
+def fail_client_watch():
     """A request whose client cannot be watched is answered."""
 
-    async def answer():
-        async def receive():
-            raise BROKEN
-
-        async def work():
-            await asyncio.sleep(0.01)
-            return "answer"
-
-        return await connections.cancel_if_client_leaves(SimpleNamespace(receive=receive), work())
-
-    assert asyncio.run(answer()) == "answer"
+    request = SimpleNamespace(receive=AsyncMock(side_effect=BROKEN))
+    answered = connections.cancel_if_client_leaves(request, asyncio.sleep(0.01, "answer"))
+    assert asyncio.run(answered) == "answer"
 
 
 def fail_leave(monkeypatch):
@@ -262,15 +247,13 @@ def fail_leave(monkeypatch):
     assert ended == [1]
 
 
-SHAPES = {"latent": ((2,), np.dtype(np.uint16))}
-
-
 def disk(tmp_path):
-    files = page_folder.PageFiles(page_folder.PageFolder(tmp_path), {"page_size": 4}, SHAPES)
+    shapes = {"latent": ((2,), np.dtype(np.uint16))}
+    files = page_folder.PageFiles(page_folder.PageFolder(tmp_path), {"page_size": 4}, shapes)
     return disk_pages.DiskPages(files, 1 << 20)
 
 
-def fail_disk_writer(monkeypatch, tmp_path):
+def fail_disk_writer(tmp_path):
     pages = disk(tmp_path)
     pages._writer.put(once(BROKEN))
     pages.write(3, bytes(32), {"latent": np.zeros(2, np.uint16)})
@@ -280,18 +263,19 @@ def fail_disk_writer(monkeypatch, tmp_path):
     pages.close()
 
 
-def fail_disk_reader(monkeypatch, tmp_path):
-    pages = disk(tmp_path)
+def fail_disk_reader(tmp_path):
+    pages, before = disk(tmp_path), failure_counts()["disk reader"]
     for _ in range(disk_pages.READERS):
         pages._readers.put(once(BROKEN))  # each reader, or one of them often
     pages.read(0, 1, bytes(32))
     read = []
     until(lambda: read.extend(pages.reports().read) or read)
     assert read == [(0, 1, False)]  # there is none
+    until(lambda: failure_counts()["disk reader"] == before + disk_pages.READERS)
     pages.close()
 
 
-def fail_cache_events(monkeypatch):
+def fail_cache_events():
     """Neither a sink that raises ends the engine's thread, nor an event that cannot be written the publisher's."""
     told = []
     stream = event_publisher.PageEventStream(SimpleNamespace(publish=once(BROKEN, lambda *a: told.append(a))))
@@ -304,6 +288,7 @@ def fail_cache_events(monkeypatch):
     for _ in range(2):
         publisher.publish(0, [])
     publisher.close()
+    publisher._thread.join(60)
     assert list(publisher._kept[0]) == [(1, b"batch")]
 
 
@@ -318,29 +303,22 @@ def fail_transfer_connection(monkeypatch):
     assert isinstance(told[0], messages.TransferFailed)
 
 
-KEY = local_credentials()
-OPTIONS = HostOptions(("127.0.0.1", 1), 2, 0, "127.0.0.1", 1, 1)
-
-
-def fail_messaging(monkeypatch):
+def fail_messaging():
     """The log is read on although what an announcement asks for fails, and a loss is told although a collective cannot be cut."""
-    leader, follower = groups(2)
-    losses = []
+    (leader, follower), losses = groups(2), []
     leader.on_change = losses.append
     for group in (leader, follower):
         group.collectives = SimpleNamespace(cut=once(BROKEN))
     leader.announce(Announcement(1, [0, 1], broken=0))
-    assert follower.next_announcement(20).number == 1
+    assert follower.next_announcement(60).number == 1
     follower.endpoint.close()
     until(lambda: losses)
     assert "process 1" in str(losses[0])
-    close_groups()
 
 
 def fail_link_monitor(monkeypatch):
     """The next look sees the links."""
-    endpoint = SimpleNamespace(serve=lambda *service, **options: None)
-    made = Links(SimpleNamespace(present=[], me=None), endpoint, lambda epoch: None)
+    made = Links(SimpleNamespace(present=[], me=None), Mock(), lambda epoch: None)
     looked = threading.Event()
     monkeypatch.setattr(made, "probe", once(BROKEN, lambda members: looked.set()))
     made.watch(0.01)
@@ -350,8 +328,7 @@ def fail_link_monitor(monkeypatch):
 
 def fail_welcome(monkeypatch):
     """A process that could not be welcomed keeps no other one from coming back."""
-    first, second = groups(2)
-    changes = []
+    (first, second), changes = groups(2), []
     first.on_change = changes.append
     monkeypatch.setattr(coordination, "wait_until_forgotten", once(BROKEN))
     second.leaving = True
@@ -361,25 +338,17 @@ def fail_welcome(monkeypatch):
         enter(second.options)
     until(lambda: len(changes) == 2)
     assert enter(second.options).epoch == 1
-    close_groups()
 
 
 def make_engine():
     """What front ends need of the engine's process; it cannot admit the first request."""
-    made = SimpleNamespace(admitted=[], observers=[], on_death=None, drop=lambda link, handles: [])
-    made.make_rules = once(BROKEN, lambda *a: [])
-    made.admit = lambda link, one, requests: made.admitted.append(one)
-    return made
+    return Mock(observers=[], on_death=None, **{"drop.return_value": [], "make_rules": once(BROKEN, lambda *a: [])})
 
 
 def request_with(handle, grammar):
-    return SimpleNamespace(
-        completions=[(handle, f"r{handle}", 0)],
-        params=SimpleNamespace(structured_outputs=grammar),
-        to_requests=lambda rules: [],
-        stop_ids=[],
-        token_ids=[1],
-    )
+    made = SimpleNamespace(params=SimpleNamespace(structured_outputs=grammar), stop_ids=[], token_ids=[1])
+    made.completions, made.to_requests = [(handle, f"r{handle}", 0)], lambda rules: []
+    return made
 
 
 def fail_front_end_requests(monkeypatch):
@@ -388,8 +357,8 @@ def fail_front_end_requests(monkeypatch):
     async def serve(grammar):
         engine, sent = make_engine(), []
         front_ends = processes.FrontEnds(engine, [], None)
-        link = SimpleNamespace(index=0, compiling=set(), send=sent.append, requests={}, samples=[])
-        link.process = SimpleNamespace(poll=lambda: None, wait=lambda: 0, kill=lambda: None)
+        process = Mock(**{"poll.return_value": None, "wait.return_value": 0})
+        link = SimpleNamespace(index=0, compiling=set(), send=sent.append, requests={}, samples=[], process=process)
         front_ends._links[0] = link
 
         async def read():
@@ -398,10 +367,11 @@ def fail_front_end_requests(monkeypatch):
                 while front_ends._tasks:
                     await asyncio.sleep(0.001)
 
-        link.channel = SimpleNamespace(messages=read, close=lambda: None, fail=lambda error: None)
+        link.channel = Mock(messages=read)
         await front_ends._serve(link)
         assert [(message.number, message.failed) for message in sent] == [(1, True), (2, False)]
-        assert [one.completions[0][0] for one in engine.admitted] == [2]
+        (admitted,) = engine.admit.call_args_list
+        assert admitted.args[1].completions[0][0] == 2
 
     for grammar in (None, "root"):
         asyncio.run(serve(grammar))
@@ -414,7 +384,7 @@ def fail_front_end(monkeypatch):
     front_ends = processes.FrontEnds(make_engine(), [SimpleNamespace(fileno=lambda: 0)], None)
     monkeypatch.setattr(processes.subprocess, "Popen", Mock(side_effect=OSError(errno.EAGAIN, "no process")))
     with pytest.raises(ValueError, match="front end 0 failed to start 3 times"):
-        asyncio.run(asyncio.wait_for(front_ends.start("address"), 20))
+        asyncio.run(asyncio.wait_for(front_ends.start("address"), 60))
 
 
 def fail_front_end_counters(monkeypatch):
@@ -431,13 +401,10 @@ def fail_front_end_counters(monkeypatch):
 def fail_headless_server(monkeypatch):
     """A follower without its endpoints follows."""
     monkeypatch.setattr(headless.uvicorn.Server, "run", once(BROKEN))
-
-    class JoinedError(Exception):
-        pass
-
-    monkeypatch.setattr(headless, "join_group", once(JoinedError()))
-    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(JoinedError):
-        headless.Headless(OPTIONS, ServeOptions()).serve(None, listener, SimpleNamespace(print=lambda *a, **k: None))
+    monkeypatch.setattr(headless, "join_group", Mock(side_effect=BrokenPipeError("it follows")))
+    options = HostOptions(("127.0.0.1", 1), 2, 0, "127.0.0.1", 1, 1)
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(BrokenPipeError, match="it follows"):
+        headless.Headless(options, ServeOptions()).serve(None, listener, Mock())
 
 
 def fail_load_reports(monkeypatch):
@@ -460,22 +427,11 @@ def fail_load_reports(monkeypatch):
             await asyncio.sleep(0.001)
         publisher.stop()
 
-    asyncio.run(asyncio.wait_for(look(), 20))
+    asyncio.run(asyncio.wait_for(look(), 60))
     assert failure_counts()["load reports"] >= 2
 
 
-class Watching(EngineObserver):
-    """Counts outputs; `fails` is called first."""
-
-    def __init__(self, fails=lambda: None):
-        self._fails, self.outputs = fails, 0
-
-    def on_outputs(self, outputs):
-        self._fails()
-        self.outputs += len(outputs)
-
-
-def answers(monkeypatch, observers=()):
+def answers(observers=()):
     """What two requests at once get of an engine: tokens, or an exception."""
 
     async def ask():
@@ -492,7 +448,7 @@ def answers(monkeypatch, observers=()):
         await engine.shutdown()
         return result
 
-    return asyncio.run(asyncio.wait_for(ask(), 30))
+    return asyncio.run(asyncio.wait_for(ask(), 60))
 
 
 def fail_request_text(monkeypatch):
@@ -505,19 +461,20 @@ def fail_request_text(monkeypatch):
         append(completion, update)
 
     monkeypatch.setattr(Completion, "append", sometimes)
-    first, second = answers(monkeypatch)
+    first, second = answers()
     assert first is BROKEN
     assert len(second) == 4
 
 
-def fail_observers(monkeypatch):
+def fail_observers():
     """The observers behind it are told, and streams go on."""
-    failing, behind = Watching(once(BROKEN)), Watching()
-    assert [len(tokens) for tokens in answers(monkeypatch, [failing, behind])] == [4, 4]
-    assert 0 < failing.outputs < behind.outputs
+    failing, behind = Mock(spec=EngineObserver), Mock(spec=EngineObserver)
+    failing.on_outputs.side_effect = once(BROKEN)
+    assert [len(tokens) for tokens in answers([failing, behind])] == [4, 4]
+    assert 1 < failing.on_outputs.call_count == behind.on_outputs.call_count
 
 
-def fail_warm_up(monkeypatch):
+def fail_warm_up():
     """Of what is compiled while requests are served: a program is compiled when it is wanted."""
     how = {"_warm_up": lambda check: Mock(side_effect=BROKEN), "_raise_if_stopped": None, "_warm_up_error": None}
     server = SimpleNamespace(**how, _serving=SimpleNamespace(), _warming=True, _can_serve=False)
@@ -537,12 +494,11 @@ def test_each_kind_of_background_work_is_made_to_fail():
 
 
 @pytest.mark.parametrize("work", WORK)
-def test_a_failure_costs_that_work_alone_is_logged_and_counted(work, monkeypatch, tmp_path, caplog):
+def test_a_failure_costs_that_work_alone_is_logged_and_counted(work, request, caplog):
     before = failure_counts()
-    fail = FAILURES[work]
-    wants_folder = "tmp_path" in fail.__code__.co_varnames[: fail.__code__.co_argcount]
+    fixtures = {name: request.getfixturevalue(name) for name in inspect.signature(FAILURES[work]).parameters}
     with caplog.at_level(logging.ERROR):
-        fail(monkeypatch, tmp_path) if wants_folder else fail(monkeypatch)
+        FAILURES[work](**fixtures)
         until(lambda: failure_counts()[work] > before[work])
     assert {name for name in WORK if failure_counts()[name] != before[name]} == {work}
     assert f"Background work has failed ({work})" in caplog.text
@@ -558,7 +514,7 @@ def test_a_thread_that_does_not_restart_releases_who_waits_and_ends(caplog):
     released: Future = Future()
     fail = Mock(side_effect=BROKEN)
     thread = start_thread("messaging", fail, name="fails", on_failure=released.set_exception)
-    assert released.exception(20) is BROKEN
+    assert released.exception(60) is BROKEN
     thread.join(60)
     assert not thread.is_alive()
     assert "injected" in caplog.text
@@ -574,7 +530,8 @@ def test_only_the_first_failure_of_a_work_has_its_traceback(monkeypatch, caplog)
     for _ in range(2):
         with contained("leave"):
             raise BROKEN
-    assert [record.exc_info is not None for record in caplog.records] == [True, False]
+    told = [record for record in caplog.records if "(leave)" in record.getMessage()]
+    assert [record.exc_info is not None for record in told] == [True, False]
 
 
 def test_a_queue_that_is_closed_does_all_its_tasks_and_ends_each_of_its_threads():
@@ -582,18 +539,18 @@ def test_a_queue_that_is_closed_does_all_its_tasks_and_ends_each_of_its_threads(
     for number in range(9):
         work.put(partial(done.append, number))
     work.start()
-    assert work.close(20)
+    assert work.close(60)
     assert sorted(done) == list(range(9))
     assert "pulls to their end" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_a_queue_whose_tasks_go_on_says_so_after_one_wait_for_all_its_threads():
-    work, go_on = WorkQueue("chunk pull", "long pulls", threads=8), threading.Event()
+    work, go_on = WorkQueue("chunk pull", "long pulls", threads=80), threading.Event()
     work.start()
-    for _ in range(8):
+    for _ in range(80):
         work.put(go_on.wait)
     began = time.monotonic()
     assert not work.close(0.5)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30
     go_on.set()
-    assert work.close(20)
+    assert work.close(60)

@@ -6,6 +6,7 @@ What pages, programs and keys make of it: `test_page_folder.py`, `test_folder.py
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,8 +27,7 @@ def test_a_process_that_is_killed_gives_it_back(tmp_path):
     program = "import sys, time; from pathlib import Path; from dsjax.owned_folder import try_lock\n"
     program += "try_lock(Path(sys.argv[1])); print('has it', flush=True); time.sleep(600)"
     command = [sys.executable, "-c", program, str(tmp_path / "lock")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "has it\n"
         with pytest.raises(BlockingIOError):
             try_lock(tmp_path / "lock")
@@ -50,8 +50,8 @@ def test_another_users_file_is_refused(tmp_path, monkeypatch):
         try_lock(tmp_path / "lock")
 
 
-def content(folder: OwnedFolder, name: str, **options) -> bytes:
-    with folder.opened() as descriptor, os.fdopen(open_file(name, descriptor, **options), "rb") as file:
+def content(folder: OwnedFolder, name: str, *below: str, **options) -> bytes:
+    with folder.opened(*below) as descriptor, os.fdopen(open_file(name, descriptor, **options), "rb") as file:
         return file.read()
 
 
@@ -63,14 +63,10 @@ def test_a_file_is_there_whole_or_not_at_all_and_once_keeps_the_first(tmp_path):
             write_whole(descriptor, "replaced", "unfinished", [text])
             write_whole(descriptor, "kept", "unfinished", [text], once=True)
         with pytest.raises(RuntimeError):
-            write_whole(descriptor, "replaced", "unfinished", (_fail() for _ in range(1)))
+            write_whole(descriptor, "replaced", "unfinished", map(Mock(side_effect=RuntimeError), "a"))
     assert (content(folder, "replaced"), content(folder, "kept")) == (b"second", b"first")
     assert sorted(os.listdir(folder.path)) == ["kept", "replaced"]
     assert (folder.path / "kept").stat().st_mode & 0o777 == 0o600
-
-
-def _fail() -> bytes:
-    raise RuntimeError("it cannot be made")
 
 
 @pytest.mark.parametrize(("mode", "private"), [(0o770, False), (0o702, False), (0o750, True), (0o704, True)])
@@ -114,8 +110,7 @@ def test_another_folder_in_its_place_changes_nothing(tmp_path):
     folder.path.rename(tmp_path / "moved")
     (folder.path / "below").mkdir(parents=True)
     (folder.path / "below" / "file").write_bytes(b"theirs")
-    with folder.opened("below") as descriptor, os.fdopen(open_file("file", descriptor), "rb") as file:
-        assert file.read() == b"ours"
+    assert content(folder, "file", "below") == b"ours"
     folder.close()
     with pytest.raises(OSError, match="closed"), folder.opened():
         pass

@@ -1,5 +1,7 @@
 """`dsjax.texts`: templates of `configs` are filled strictly, and escaped where they are markup."""
 
+from types import SimpleNamespace
+
 import jinja2
 import pytest
 
@@ -15,17 +17,11 @@ def test_a_text_has_its_values_in_the_formats_that_it_gives():
 
 
 def test_a_value_that_is_not_given_is_an_error():
+    without = {name: value for name, value in REASON.items() if name != "by"}
     with pytest.raises(jinja2.UndefinedError, match="'by' is undefined"):
-        filled(
-            "texts", "forbidden.txt", bound="tpot", **{name: value for name, value in REASON.items() if name != "by"}
-        )
+        filled("texts", "forbidden.txt", bound="tpot", **without)
 
 
 def test_values_of_markup_are_escaped():
-    class Report:
-        judged = ()
-
-        class checklist:
-            name = "<a> & b"
-
-    assert 'name="&lt;a&gt; &amp; b"' in filled("acceptance", "report.xml", report=Report, suites={}, figure=str)
+    report = SimpleNamespace(judged=(), checklist=SimpleNamespace(name="<a> & b"))
+    assert 'name="&lt;a&gt; &amp; b"' in filled("acceptance", "report.xml", report=report, suites={}, figure=str)

@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 
-_V3 = {"model_type": "deepseek_v3"}
-_V2 = {"model_type": "deepseek_v2"}
-_V32 = {"model_type": "deepseek_v32"}
-_YARN = {"rope": "yarn"}
+_V3, _V2, _V32, _K2 = ({"model_type": name} for name in ("deepseek_v3", "deepseek_v2", "deepseek_v32", "kimi_k2"))
+_YARN, _NEGATIVE = {"rope": "yarn"}, {"bias_center": -1.5}
 
 # What is fixed in each case; everything else is drawn. The names of the drawn settings are in `draw`.
 CASES: dict[str, Mapping[str, Any]] = {
@@ -19,14 +17,8 @@ CASES: dict[str, Mapping[str, Any]] = {
     "v3-all-groups": {**_V3, "n_group": 2, "topk_group": 2},
     "v3-one-expert": {**_V3, "num_experts_per_tok": 1, "norm_topk_prob": True},
     "v3-every-selectable-expert": {**_V3, "n_group": 2, "topk_group": 1, "num_experts_per_tok": "all"},
-    "v3-negative-bias": {**_V3, "bias_center": -1.5, "n_group": 4, "topk_group": 2},
-    "v3-negative-bias-few-left": {
-        **_V3,
-        "bias_center": -1.5,
-        "n_group": 4,
-        "topk_group": 1,
-        "num_experts_per_tok": "all",
-    },
+    "v3-negative-bias": {**_V3, **_NEGATIVE, "n_group": 4, "topk_group": 2},
+    "v3-negative-bias-few-left": {**_V3, **_NEGATIVE, "n_group": 4, "topk_group": 1, "num_experts_per_tok": "all"},
     "v3-positive-bias": {**_V3, "bias_center": 1.0, "n_group": 2, "topk_group": 1},
     "v3-no-norm": {**_V3, "norm_topk_prob": False},
     "v3-scaled": {**_V3, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
@@ -50,13 +42,7 @@ CASES: dict[str, Mapping[str, Any]] = {
     "v3-attention-bias-no-query-compression": {**_V3, "attention_bias": True, "query_compressed": False},
     "v3-tied": {**_V3, "tie_word_embeddings": True},
     "v3-large-eps": {**_V3, "rms_norm_eps": 0.1, "query_compressed": True},
-    "kimi-k2-like": {
-        "model_type": "kimi_k2",
-        **_YARN,
-        "n_group": 1,
-        "query_compressed": True,
-        "first_k_dense_replace": 1,
-    },
+    "kimi-k2-like": {**_K2, **_YARN, "n_group": 1, "query_compressed": True, "first_k_dense_replace": 1},
     "moonlight-like": {**_V3, "rope": "default", "n_group": 1, "query_compressed": False, "n_shared_experts": 2},
     "v2-greedy": {**_V2, "topk_method": "greedy", "query_compressed": False, "rope": "default"},
     "v2-greedy-yarn": {**_V2, **_YARN, "topk_method": "greedy", "mscale": 0.707, "mscale_all_dim": 0.707},
@@ -73,13 +59,7 @@ CASES: dict[str, Mapping[str, Any]] = {
     "v32-one-token": {**_V32, "index_topk": 1},
     "v32-topk-of-the-context": {**_V32, "index_topk": 20},
     "v32-topk-above-the-context": {**_V32, "index_topk": 64},
-    "v32-one-head-biases": {
-        **_V32,
-        "num_attention_heads": 1,
-        "attention_bias": True,
-        "bias_center": -1.5,
-        "index_topk": 9,
-    },
+    "v32-one-head-biases": {**_V32, **_NEGATIVE, "num_attention_heads": 1, "attention_bias": True, "index_topk": 9},
 }
 MTP_CASE = "v3-groups"
 """The case with the logits of an MTP module too; transformers 5.24 has no such module with sparse attention."""
@@ -103,8 +83,8 @@ def draw(rng: np.random.Generator, fixed: Mapping[str, Any]) -> tuple[dict[str, 
     model_type = fixed["model_type"]
     heads = pick("num_attention_heads", 1, 2, 3, 5)
     v2, v32 = model_type == "deepseek_v2", model_type == "deepseek_v32"
-    # Transformers' V2 class wants a width that the heads divide, and rotary parts that begin at an even place (it views
-    # them as complex numbers). Nothing in the architecture does.
+    # Transformers' V2 class wants a width that the heads divide, and rotary parts that begin at an even place (it views them as complex
+    # numbers). Nothing in the architecture does.
     width = heads * pick("head_multiple", 9, 13) if v2 else pick("hidden_size", 31, 37, 45, 48)
     layers = pick("num_hidden_layers", 2, 3)
     raw: dict[str, Any] = {
@@ -182,10 +162,6 @@ def _rope(pick, model_type: str) -> dict[str, Any]:
     fixed = model_type in ("deepseek_v2", "deepseek_v32")
     interleave = {} if fixed else {"rope_interleave": pick("rope_interleave", True, True, False)}
     if pick("spelling", "original", "transformers-5") == "original":
-        return {
-            "rope_theta": theta,
-            "rope_scaling": {"type": kind, **scaling} if scaling else None,
-            "torch_dtype": "float32",
-            **interleave,
-        }
+        scaling = {"type": kind, **scaling} if scaling else None
+        return {"rope_theta": theta, "rope_scaling": scaling, "torch_dtype": "float32", **interleave}
     return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **scaling}, "dtype": "float32", **interleave}

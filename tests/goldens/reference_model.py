@@ -81,12 +81,8 @@ def _value(weights: RandomWeights, name: str, value: torch.Tensor) -> np.ndarray
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
     experts, rows, columns = value.shape
     shape = (rows // len(parts), columns)
-    return np.stack(
-        [
-            np.concatenate([weights.tensor(f"{prefix}.mlp.experts.{e}.{part}.weight", shape) for part in parts])
-            for e in range(experts)
-        ]
-    )
+    own = lambda e: [weights.tensor(f"{prefix}.mlp.experts.{e}.{part}.weight", shape) for part in parts]  # noqa: E731
+    return np.stack([np.concatenate(own(e)) for e in range(experts)])
 
 
 def saved_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:

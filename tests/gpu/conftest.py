@@ -32,14 +32,9 @@ def on_cpu():
     """``on_cpu(code, *arguments)``: run Python on the CPU platform in a process of its own; what it prints, as JSON."""
 
     def run(code: str, *arguments: str):
-        path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
+        command = [sys.executable, "-c", code, *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 

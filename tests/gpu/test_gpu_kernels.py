@@ -38,9 +38,8 @@ def softmax_over_pages(q_latent, q_rope, latent, rope, start, length, tables, fi
         scores = jnp.einsum("chm,sm->chs", q_latent[r].astype(jnp.float32), keys)
         scores = (scores + jnp.einsum("cho,so->chs", q_rope[r].astype(jnp.float32), ropes)) * scale
         probs = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1)
-        found.append(
-            jnp.where((jnp.arange(len(own)) < length[r])[:, None, None], jnp.einsum("chs,sm->chm", probs, keys), 0)
-        )
+        active = (jnp.arange(len(own)) < length[r])[:, None, None]
+        found.append(jnp.where(active, jnp.einsum("chs,sm->chm", probs, keys), 0))
     return jnp.stack(found)
 
 
@@ -144,24 +143,33 @@ def test_experts_of_v3_are_those_of_the_plain_form(N, load, stored, scheme, gpu)
     np.testing.assert_allclose(found, plain, atol=0.03 * float(jnp.abs(plain).max() + 1e-6))
 
 
+def drawn_matrix(K, N, stored):
+    """A stack of two matrices, the scales of their blocks, and the second one as numbers."""
+    weight = drawn(0, 2, K, N, dtype=stored)
+    if stored == BF16:
+        return weight, None, weight[1].astype(jnp.float32)
+    scale = jax.random.uniform(jax.random.key(1), (2, K // 128, -(-N // 128)))
+    return weight, scale, dequantise(weight[1], scale[1], jnp.float32)
+
+
+DENSE = pytest.mark.parametrize(("K", "N"), [(7168, 1536), (7168, 576), (1536, 24576), (16384, 7168), (2048, 7168)])
+
+
 @pytest.mark.parametrize("stored", [BF16, FP8], ids=str)
-@pytest.mark.parametrize(("K", "N"), [(7168, 1536), (7168, 576), (1536, 24576), (16384, 7168), (2048, 7168)])
+@DENSE
 @pytest.mark.parametrize("T", [1, 32, 2048])
 def test_dense_matrices_of_v3_are_multiplied_with_in_the_stack(T, K, N, stored, gpu):
-    weight = drawn(0, 2, K, N, dtype=stored)
-    scale = jax.random.uniform(jax.random.key(1), (2, K // 128, -(-N // 128))) if stored == FP8 else None
+    weight, scale, value = drawn_matrix(K, N, stored)
     x = drawn(2, T, K, scale=K**-0.5)
     found = jax.jit(lambda w, s, x: products.dense(w, s, stored, jnp.int32(1), x))(weight, scale, x)
-    value = weight[1].astype(jnp.float32) if scale is None else dequantise(weight[1], scale[1], jnp.float32)
     np.testing.assert_allclose(found.astype(jnp.float32), x.astype(jnp.float32) @ value, atol=0.03)
 
 
-@pytest.mark.parametrize(("K", "N"), [(7168, 1536), (7168, 576), (1536, 24576), (16384, 7168), (2048, 7168)])
+@DENSE
 @pytest.mark.parametrize("T", [1, 32, 2048])
 @pytest.mark.parametrize("powers", [False, True])
 def test_quantised_rows_times_dense_matrices_of_v3_are_the_plain_form_s(T, K, N, powers, gpu):
-    weight, x = drawn(0, 2, K, N, dtype=FP8), drawn(2, T, K, scale=K**-0.5)
-    scale = jax.random.uniform(jax.random.key(1), (2, K // 128, -(-N // 128)))
+    (weight, scale, _), x = drawn_matrix(K, N, FP8), drawn(2, T, K, scale=K**-0.5)
     rows = jax.jit(lambda x: activations.quantise(x, powers=powers))(x)
     exact = fp8.quantise(x, powers=powers)
     # Division may round the other way: a unit in a scale's last place, and a value on the edge goes to its neighbour.
@@ -179,14 +187,13 @@ def test_quantised_rows_times_dense_matrices_of_v3_are_the_plain_form_s(T, K, N,
 @pytest.mark.parametrize(("T", "H"), [(32, 128), (2048, 16)])
 def test_keys_go_into_queries_and_values_onto_results(T, H, stored, gpu):
     N = U = 128
-    weight = drawn(0, 2, M, H * (N + U), dtype=stored)
-    scale = jax.random.uniform(jax.random.key(1), (2, M // 128, H * 2)) if stored == FP8 else None
-    value = weight[1].astype(jnp.float32) if scale is None else dequantise(weight[1], scale[1], jnp.float32)
-    value = value.reshape(M, H, N + U)
-    q, out = drawn(2, T, H, N, scale=N**-0.5), drawn(3, T, H, M, scale=M**-0.5)
-    absorbed = jax.jit(lambda w, s, q: heads.absorb(w, s, stored, jnp.int32(1), q, U))(weight, scale, q)
-    expanded = jax.jit(lambda w, s, o: heads.expand(w, s, stored, jnp.int32(1), o, U))(weight, scale, out)
-    expected = jnp.einsum("thn,mhn->thm", q.astype(jnp.float32), value[..., :N])
-    np.testing.assert_allclose(absorbed.astype(jnp.float32), expected, atol=0.03)
-    expected = jnp.einsum("thm,mhu->thu", out.astype(jnp.float32), value[..., N:])
-    np.testing.assert_allclose(expanded.astype(jnp.float32), expected, atol=0.03)
+    weight, scale, value = drawn_matrix(M, H * (N + U), stored)
+    keys, values = jnp.split(value.reshape(M, H, N + U), [N], axis=2)
+    for kernel, width, matrix, by in (
+        (heads.absorb, N, keys, "thn,mhn->thm"),
+        (heads.expand, M, values, "thm,mhu->thu"),
+    ):
+        x = drawn(2, T, H, width, scale=width**-0.5)
+        found = jax.jit(lambda w, s, x, kernel=kernel: kernel(w, s, stored, jnp.int32(1), x, U))(weight, scale, x)
+        expected = jnp.einsum(by, x.astype(jnp.float32), matrix)
+        np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=0.03)

@@ -1,6 +1,5 @@
 """Every notebook runs from its first cell to its last; what is committed is small and was run."""
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -23,20 +22,16 @@ SMALL = {
 """Sizes at which a test can wait for a notebook; the files themselves were run at their own."""
 MOST_BYTES = 300_000
 
-needs_jupyter = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("nbclient", "ipykernel", "matplotlib"))),
-    reason="needs nbclient, ipykernel and matplotlib: pip install -e '.[test]'",
-)
-
 
 def cells(name):
     return json.loads((FOLDER / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
 
 
 @pytest.mark.slow
-@needs_jupyter
 def test_every_notebook_runs_and_draws_its_pictures():
     """One kernel runs all of them and forgets all names in between: starting kernels takes longer than the small notebooks."""
+    for package in ("nbclient", "ipykernel", "matplotlib"):
+        pytest.importorskip(package, reason="needs nbclient, ipykernel and matplotlib: pip install -e '.[test]'")
     import nbformat
 
     assert list(SMALL) == NOTEBOOKS

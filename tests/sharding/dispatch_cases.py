@@ -16,21 +16,9 @@ D, K = 8, 4
 WIDTH = 8  # of an expert, divisible by every tp here
 
 LAYOUTS = (
-    "dp=1",
-    "dp=8",
-    "dp=2,tp=4",
-    "tp=8",
-    "tp=8,ep=1",
-    "dp=8,ep=2",
-    "dp=32",
-    "dp=4,tp=8",
-    "dp=16,tp=2,ep=8",
-    "dp=8,tp=4,ep=2",
-    "dp=4,tp=2,ep=1",
-    "dp=8,ep=2,etp=4",
-    "dp=8,tp=2,ep=4,etp=4",
-    "dp=8,tp=4,ep=8,etp=2",
-)
+    "dp=1", "dp=8", "dp=2,tp=4", "tp=8", "tp=8,ep=1", "dp=8,ep=2", "dp=32", "dp=4,tp=8", "dp=16,tp=2,ep=8", "dp=8,tp=4,ep=2",
+    "dp=4,tp=2,ep=1", "dp=8,ep=2,etp=4", "dp=8,tp=2,ep=4,etp=4", "dp=8,tp=4,ep=8,etp=2",
+)  # fmt: skip
 
 
 def places(spec):
@@ -93,6 +81,14 @@ def routings(tokens, experts, ranks, seed=0):
 def weights_of(tokens, seed=1):
     """Small integers ``[tokens, K]`` as float32."""
     return np.random.default_rng(seed).integers(1, 5, size=(tokens, K)).astype(np.float32)
+
+
+def assert_sums(call, slots, err_msg="", extra=0):
+    """Hold a dispatch of coded rows to the sums of one device; its report. extra: what is added to the sums."""
+    x, weights = coded_rows(len(slots)), weights_of(len(slots))
+    y, report = call(x, slots, weights)
+    np.testing.assert_array_equal(y, expected(x, slots, weights) + extra, err_msg=err_msg)
+    return report
 
 
 def compiled(

@@ -11,10 +11,7 @@ from sharding import MeshError
 from sharding.balancing import balancedness, experts_moved, keep_in_place, rank_loads, rebalance
 
 README_LOAD = np.array(
-    [
-        [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
-        [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
-    ]
+    [[90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86], [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27]]
 )
 """The example of github.com/deepseek-ai/EPLB's README: 2 layers, 12 experts in 4 groups, 16 copies on 2 hosts of 4 GPUs."""
 
@@ -54,9 +51,8 @@ def test_the_published_example_comes_out_slot_by_slot_and_auto_is_global_where_g
     np.testing.assert_array_equal(rebalance(README_LOAD, **options), README_PLACEMENT)
     np.testing.assert_array_equal(rebalance(README_LOAD, **options, policy="hierarchical"), README_PLACEMENT)
     anywhere = rebalance(README_LOAD, **options, policy="global")
-    assert (
-        rank_loads(README_LOAD, anywhere, 8).max(axis=1) < rank_loads(README_LOAD, README_PLACEMENT, 8).max(axis=1)
-    ).any()
+    most, of_groups = (rank_loads(README_LOAD, one, 8).max(axis=1) for one in (anywhere, README_PLACEMENT))
+    assert (most < of_groups).any()
     options = {"n_physical": 16, "ranks": 8, "hosts": 8, "groups": 4}
     np.testing.assert_array_equal(rebalance(README_LOAD, **options), rebalance(README_LOAD, **options, policy="global"))
 
@@ -120,9 +116,8 @@ def test_renumbering_moves_no_more_experts_and_changes_no_ranks_content(problem,
     assert (experts_moved(old_LP, kept_LP) <= experts_moved(old_LP, new_LP)).all()
 
     def contents(placement_P):
-        return sorted(
-            sorted(map(tuple, np.sort(host, axis=1))) for host in placement_P.reshape(hosts, ranks // hosts, -1)
-        )
+        by_host = np.sort(placement_P.reshape(hosts, ranks // hosts, -1), axis=2)
+        return sorted(sorted(map(tuple, host)) for host in by_host)
 
     for kept_P, new_P in zip(kept_LP, new_LP, strict=True):
         assert contents(kept_P) == contents(new_P)
@@ -139,12 +134,9 @@ def test_renumbering_moves_the_fewest_of_all_renumberings():
     rng = np.random.default_rng(1)
     for _ in range(10):
         old, new = (rebalance(rng.pareto(1.0, (1, 10)), n_physical=12, ranks=4) for _ in range(2))
-        fewest = min(
-            sum(
-                3 - sum(np.minimum(copies(a, 10), copies(b, 10))) for a, b in zip(old.reshape(4, 3), order, strict=True)
-            )
-            for order in itertools.permutations(new.reshape(4, 3))
-        )
+        stay = lambda a, b: np.minimum(copies(a, 10), copies(b, 10)).sum()  # noqa: E731
+        orders = itertools.permutations(new.reshape(4, 3))
+        fewest = 12 - max(sum(map(stay, old.reshape(4, 3), order)) for order in orders)
         assert experts_moved(old, keep_in_place(old, new, 4)) == [fewest]
 
 

@@ -36,21 +36,21 @@ def tokens_of(experts_devices, seed=3, busiest=None):
 
 def exchanged(between, half, x, slots, weights, numbers):
     """The tokens' sums, and in how many rounds they came."""
-    experts = lambda params: ExpertsOfMesh(scaled, params, P(half.spec.expert_axes))  # noqa: E731
-    compute = jax.jit(lambda rows, params: half.compute(rows, experts(params)))
-    there_and_back = lambda rows: to_tokens(  # noqa: E731
-        between, half, compute(to_experts(between, half, rows), numbers)
-    )
+    compute = jax.jit(lambda rows, params: half.compute(rows, ExpertsOfMesh(scaled, params, P(half.spec.expert_axes))))
+
+    def there_and_back(rows):
+        return to_tokens(between, half, compute(to_experts(between, half, rows), numbers))
+
     pack = jax.jit(between.pack)
     rows, counts = pack(x, slots, weights, 0)
     rounds = between.rounds(counts)
     if rounds == 1:
         return np.asarray(jax.jit(between.add)(there_and_back(rows), slots)), 1
-    described = between.described_kept
+    described = between.described_terms
     kept = jax.device_put(np.zeros(described.shape, described.dtype), described.sharding)
     for r in range(rounds):
-        kept = jax.jit(between.keep)(kept, there_and_back(pack(x, slots, weights, r)[0]), slots, r)
-    return np.asarray(jax.jit(between.add_kept)(kept, slots)), rounds
+        kept = jax.jit(between.store_terms)(kept, there_and_back(pack(x, slots, weights, r)[0]), slots, r)
+    return np.asarray(jax.jit(between.sum_terms)(kept, slots)), rounds
 
 
 def sides(spec, num_experts_devices, by_choice, wire="compute", **more):
@@ -60,7 +60,7 @@ def sides(spec, num_experts_devices, by_choice, wire="compute", **more):
     format = WireFormat(WIDTH, TOP_K, jnp.dtype("float32"), wire == "fp8")
     between = Between(spec, mesh, there, num_experts_devices, TOKENS, EXPERTS, format, by_choice, **more)
     per_device = EXPERTS // num_experts_devices
-    return between, ExpertHalf(there, expert_mesh, 0, per_device, format, between.is_apart)
+    return between, ExpertHalf(there, expert_mesh, 0, per_device, format, between.returns_terms)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_each_token_gets_the_sum_of_its_experts(spec, num_experts_devices, by_ch
 def test_rows_beyond_the_capacity_come_in_further_rounds_and_change_no_bit(spec, num_experts_devices, by_choice):
     given = tokens_of(num_experts_devices, busiest=1)
     enough, half = sides(spec, num_experts_devices, by_choice)
-    narrow, _ = sides(spec, num_experts_devices, by_choice, room=1)
+    narrow, _ = sides(spec, num_experts_devices, by_choice, fixed_capacity=1)
     one, rounds = exchanged(enough, half, *given)
     more, narrow_rounds = exchanged(narrow, half, *given)
     assert (rounds, narrow_rounds) == (1, 3)  # each of two token devices has three tokens, or two and padding
@@ -112,12 +112,13 @@ def test_even_routing_sends_the_bytes_that_are_reckoned_in_one_round():
     wire = WireFormat(7168, 8, jnp.dtype("bfloat16"), True)
     between = Between(spec, spec.arrange(jax.devices()[:8]), there, 24, 8 * 128, 264, wire, False)
     assert between.capacity == 60
-    assert (between.bytes_there, between.bytes_back) == (85_754_880, 165_150_720)
+    sent, returned = (between.round_rows * size for size in (wire.row_bytes, between.bytes_back))
+    assert (sent, returned) == (85_754_880, 165_150_720)
     rng = np.random.default_rng(0)
     slots = np.array([rng.permutation(264)[:8] for _ in range(1024)], np.int32)
     x, weights = np.zeros((1024, 7168), jnp.bfloat16), np.ones((1024, 8), np.float32)
     rows, counts = jax.eval_shape(between.pack, x, slots, weights)
-    assert sum(one.size * one.dtype.itemsize for one in rows) == between.bytes_there
+    assert sum(one.size * one.dtype.itemsize for one in rows) == sent
     assert counts.shape == (8, 24)
     on_devices = (slots[:, :, None] // 11 == np.arange(24)).any(axis=1)
     assert on_devices.reshape(8, 128, 24).sum(axis=1).max() <= 60  # one round

@@ -22,9 +22,8 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
 
     def write(files: dict[str, str], groups: str = "0::/\n") -> float:
-        for path, text in (
-            {"proc/self/cgroup": groups} | {f"cgroup/{path}": text for path, text in files.items()}
-        ).items():
+        written = {"proc/self/cgroup": groups} | {f"cgroup/{path}": text for path, text in files.items()}
+        for path, text in written.items():
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / path).write_text(text + "\n")
         return cores.available_cores(tmp_path / "proc", tmp_path / "cgroup")

@@ -48,10 +48,8 @@ def step(params, state, x):
 
 
 def test_pieces_give_what_the_function_gives(described):
-    shapes = {"a": (4, 4)}, {"seen": (4, 4), "cache": (3,), "idle": (2,)}, (4, 4)
-    arguments = jax.tree.map(
-        lambda shape: described(*shape), shapes, is_leaf=lambda one: isinstance(one, tuple) and isinstance(one[0], int)
-    )
+    state = {"seen": described(4, 4), "cache": described(3), "idle": described(2)}
+    arguments = {"a": described(4, 4)}, state, described(4, 4)
     work = Doubling()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of arrays that were given away for nothing
@@ -60,9 +58,8 @@ def test_pieces_give_what_the_function_gives(described):
     made, y = program(params, state, x)
     assert work.calls == 2
     np.testing.assert_allclose(y, np.sin(5.0) + 20.0, rtol=1e-6)
-    assert jax.tree.map(lambda one: (one.shape, one.dtype), program.out_info) == jax.tree.map(
-        lambda one: (one.shape, one.dtype), (made, y)
-    )
+    told, found = (jax.tree.map(lambda one: (one.shape, one.dtype), tree) for tree in (program.out_info, (made, y)))
+    assert told == found
     assert jax.tree.leaves(program.output_shardings) == [one.sharding for one in jax.tree.leaves((made, y))]
     np.testing.assert_array_equal(made["seen"], np.full((4, 4), 21.0))
     np.testing.assert_array_equal(made["cache"], np.full(3, 2.0))
@@ -73,9 +70,8 @@ def test_pieces_give_what_the_function_gives(described):
 
 
 def test_a_function_without_outside_is_one_program(described):
-    program = lower_cut(
-        lambda state, x: state + x, described(3), described(3), donate_argnum=0, worker=Doubling()
-    ).compile()
+    add = lambda state, x: state + x  # noqa: E731
+    program = lower_cut(add, described(3), described(3), donate_argnum=0, worker=Doubling()).compile()
     np.testing.assert_array_equal(program(jnp.ones(3), jnp.ones(3)), np.full(3, 2.0))
     assert len(program.runs) == 1
     assert program.memory_analysis().alias_size_in_bytes == 12

@@ -10,11 +10,11 @@ import pytest
 from dispatch_cases import (
     LAYOUTS,
     K,
+    assert_sums,
     coded_experts,
     coded_rows,
     codes,
     compiled,
-    expected,
     places,
     routings,
     weights_of,
@@ -39,13 +39,10 @@ METHODS = {
 }
 ONE_STAGE = ("gather", "padded, capacity 1", "ragged")
 IN_TWO_STAGES = [
-    ("tp=8", "hierarchical"),
-    ("dp=32", "hierarchical, capacity 1"),
-    ("dp=4,tp=8", "hierarchical, hosts of 8"),
-    ("dp=16,tp=2,ep=8", "hierarchical, capacity 1"),
-    ("dp=8,tp=2,ep=4,etp=4", "hierarchical, hosts of 8"),
+    ("tp=8", "hierarchical"), ("dp=32", "hierarchical, capacity 1"), ("dp=4,tp=8", "hierarchical, hosts of 8"),
+    ("dp=16,tp=2,ep=8", "hierarchical, capacity 1"), ("dp=8,tp=2,ep=4,etp=4", "hierarchical, hosts of 8"),
     ("dp=8,tp=4,ep=8,etp=2", "hierarchical"),
-]
+]  # fmt: skip
 OTHERS = [(layout, ONE_STAGE[place % 3]) for place, layout in enumerate(one for one in LAYOUTS if one != "dp=8")]
 # layout, method, whether terms return by choice: one layout takes every method both ways, each other one or two in turn.
 DRAWN = [
@@ -84,12 +81,9 @@ def test_every_dispatch_equals_the_single_device_sums_on_every_layout(layout, me
     """An expert that each rank has for its own tokens adds to their sums and sends no row."""
     spec, call = compiled(layout, dataclasses.replace(METHODS[method], by_choice=by_choice), EXPERTS, fused_shared=home)
     tokens = TOKENS * spec.num_devices
-    x, weights = coded_rows(tokens), weights_of(tokens)
-    gain = 500 + np.repeat(places(spec)[1], TOKENS)[:, None]
+    own = home * coded_rows(tokens) * (500 + np.repeat(places(spec)[1], TOKENS)[:, None])
     for name, slots in routings(tokens, EXPERTS, spec.num_devices).items():
-        y, report = call(x, slots, weights)
-        own = home * x * gain * (slots >= 0).any(axis=1, keepdims=True)
-        np.testing.assert_array_equal(y, expected(x, slots, weights) + own, err_msg=name)
+        report = assert_sums(call, slots, name, extra=own * (slots >= 0).any(axis=1, keepdims=True))
         loads, sent, received = expected_counts(spec, slots, EXPERTS)
         np.testing.assert_array_equal(report["tokens_per_expert"], loads, err_msg=name)
         if method == "gather" or not by_choice:  # by choice, other methods send a row for each choice
@@ -160,29 +154,26 @@ def test_by_choice_a_tokens_sum_has_one_order_on_every_mesh_with_every_method():
     assert not np.array_equal(sums("dp=8", "padded, capacity 1", by_choice=False), one)  # where ranks add first
 
 
+def rounds_of(layout, config, first):
+    """Rounds that each of eight devices runs where the first tokens have these experts, and the others none."""
+    _, call = compiled(layout, config, EXPERTS)
+    slots = np.full((TOKENS * 8, K), -1, np.int32)
+    slots[: len(first), 0] = first
+    return assert_sums(call, slots)["rounds"].tolist()
+
+
 @pytest.mark.parametrize(("capacity", "rounds"), [(1, 3), (2, 2)])
 def test_only_the_group_that_overflows_runs_further_rounds(capacity, rounds):
-    spec, call = compiled("dp=8,ep=2", DispatchConfig("padded", capacity=capacity, report=True), EXPERTS)
-    tokens = TOKENS * spec.num_devices
-    slots = np.full((tokens, K), -1, np.int32)
-    slots[: 2 * TOKENS, 0] = EXPERTS - 1  # every token of the first of four groups of two ranks
-    x, weights = coded_rows(tokens), weights_of(tokens)
-    y, report = call(x, slots, weights)
-    np.testing.assert_array_equal(y, expected(x, slots, weights))
-    np.testing.assert_array_equal(report["rounds"], [rounds] * 2 + [1] * 6)
+    config = DispatchConfig("padded", capacity=capacity, report=True)
+    every_token_of_the_first_group = [EXPERTS - 1] * 2 * TOKENS
+    assert rounds_of("dp=8,ep=2", config, every_token_of_the_first_group) == [rounds] * 2 + [1] * 6
 
 
 def test_all_ranks_run_the_rounds_of_the_one_whose_rows_for_a_rank_or_for_a_host_are_most():
-    spec, call = compiled("dp=8", METHODS["hierarchical, capacity 1"], EXPERTS)
-    tokens = TOKENS * spec.num_devices
-    slots = np.full((tokens, K), -1, np.int32)
     # Of the first rank, two rows for the last and one for its neighbour.
-    slots[:TOKENS, 0] = [EXPERTS - 1, EXPERTS - 1, EXPERTS - 5]
-    x, weights = coded_rows(tokens), weights_of(tokens)
-    y, report = call(x, slots, weights)
-    np.testing.assert_array_equal(y, expected(x, slots, weights))
+    found = rounds_of("dp=8", METHODS["hierarchical, capacity 1"], [EXPERTS - 1, EXPERTS - 1, EXPERTS - 5])
     # Two blocks of two rows for that host; two rows of the first for one rank: each block comes twice.
-    assert set(np.asarray(report["rounds"])) == {4}
+    assert found == [4] * 8
 
 
 def test_auto_takes_two_stages_of_the_hosts_that_it_is_told_of_and_none_where_terms_come_back_apart():
@@ -200,11 +191,7 @@ def test_auto_takes_two_stages_of_the_hosts_that_it_is_told_of_and_none_where_te
 def test_tokens_that_do_not_divide_over_tp_are_padded_and_cut_again():
     spec, call = compiled("dp=2,tp=4", DispatchConfig("padded"), EXPERTS)
     tokens = 3 * spec.dp_size  # 3 tokens of a DP rank over 4 tp ranks
-    x, weights = coded_rows(tokens), weights_of(tokens)
-    slots = routings(tokens, EXPERTS, 2)["random, some idle"]
-    y, report = call(x, slots, weights)
-    np.testing.assert_array_equal(y, expected(x, slots, weights))
-    assert report is None
+    assert assert_sums(call, routings(tokens, EXPERTS, 2)["random, some idle"]) is None
 
 
 def test_what_does_not_divide_is_an_error_with_the_numbers():
@@ -241,10 +228,8 @@ def test_the_native_ragged_all_to_all_gets_the_offsets_that_its_documentation_as
     monkeypatch.setattr(lax, "ragged_all_to_all", documented)
     monkeypatch.setattr(ragged, "NATIVE_PLATFORMS", ("cpu",))
     spec, call = compiled("dp=8,tp=4,ep=2", METHODS["ragged"], EXPERTS)
-    tokens = TOKENS * spec.num_devices
-    x, weights = coded_rows(tokens), weights_of(tokens)
-    for name, slots in routings(tokens, EXPERTS, spec.num_devices).items():
-        np.testing.assert_array_equal(call(x, slots, weights)[0], expected(x, slots, weights), err_msg=name)
+    for name, slots in routings(TOKENS * spec.num_devices, EXPERTS, spec.num_devices).items():
+        assert_sums(call, slots, name)
 
 
 def test_the_native_ragged_all_to_all_lowers_for_cuda():

@@ -94,18 +94,16 @@ def test_rows_pass_in_memory_where_experts_cannot_read_tokens_where_they_lie(mes
         (4096, 32, 1, "ragged"),
     ],
 )
-def test_auto_goes_by_way_of_a_rank_of_each_host_where_several_ranks_are_on_several_hosts(
-    tokens, ranks, on_host, method
-):
+def test_auto_goes_by_way_of_a_rank_of_each_host_where_several_hosts_have_several(tokens, ranks, on_host, method):
+    def chosen(platform, **options):
+        return choose_method("auto", tokens, 8, ranks, platform, **options)
+
     for platform in ("gpu", "tpu"):
-        assert choose_method("auto", tokens, 8, ranks, platform, on_host=on_host) == method
+        assert chosen(platform, on_host=on_host) == method
         # Halves of a batch go the same way, but for `ragged`, beside which nothing would run.
-        halved = choose_method("auto", tokens, 8, ranks, platform, on_host=on_host, overlapped=True)
-        assert halved == ("padded" if method == "ragged" else method)
+        assert chosen(platform, on_host=on_host, overlapped=True) == ("padded" if method == "ragged" else method)
     # Emulated devices and hosts that are slow at exchanges keep what was measured.
-    assert choose_method("auto", tokens, 8, ranks, "cpu", on_host=on_host) == choose_method(
-        "auto", tokens, 8, ranks, "cpu"
-    )
+    assert chosen("cpu", on_host=on_host) == chosen("cpu")
 
 
 def test_auto_takes_one_stage_where_two_save_nothing_and_a_method_that_was_asked_for_is_taken():

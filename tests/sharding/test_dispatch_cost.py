@@ -65,10 +65,8 @@ def test_collectives_and_their_operands_are_those_of_the_lowered_program(name, d
     place, config = list(CONFIGS).index(name), CONFIGS[name]
     for layout in {WHOLE, *LAYOUTS[place % 6 :: 6]}:
         spec = MeshSpec.parse(layout)
-        predicted = dispatch_collectives(
-            spec, config, tokens=TOKENS, width=WIDTH, top_k=K, experts=EXPERTS, dtype=dtype, platform="cpu"
-        )
-        expected = [(c.kind, c.operand_bytes) for c in predicted]
+        shape = {"tokens": TOKENS, "width": WIDTH, "top_k": K, "experts": EXPERTS, "dtype": dtype, "platform": "cpu"}
+        expected = [(c.kind, c.operand_bytes) for c in dispatch_collectives(spec, config, **shape)]
         plan = exchange_plan(config, TOKENS, K, group_of(spec, config, EXPERTS, "cpu"))
         if plan.kind.name in ("padded", "hierarchical") and plan.capacity < plan.rows:
             expected *= 2  # the first round, and the body of the loop over further ones

@@ -13,26 +13,21 @@ from sharding.fp8 import dequantise, quantise
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "fp8", "word"), [("float32", False, 4), ("bfloat16", False, 2), ("bfloat16", True, 1)]
-)
-def test_packed_rows_come_out_as_they_went_in(dtype, fp8, word):
-    rng = np.random.default_rng(0)
+@pytest.mark.parametrize(("dtype", "word"), [("float32", 4), ("bfloat16", 2), ("bfloat16", 1)])
+def test_packed_rows_come_out_as_they_went_in(dtype, word):
+    rng, fp8 = np.random.default_rng(0), word == 1
     wire = WireFormat(200, 3, jnp.dtype(dtype), fp8)
     x = jnp.asarray(rng.normal(size=(5, 200)), dtype)
     ids = jnp.array(rng.integers(-1, 300, size=(5, 3)), jnp.int32)
     weights = jnp.asarray(rng.random((5, 3)), jnp.float32)
     packed = jax.jit(wire.pack)(x, ids, weights, jnp.int32(70_000))
-    assert packed.dtype.itemsize == word
-    assert packed.shape == (5, wire.row_words)
-    assert packed.nbytes == 5 * wire.row_bytes
+    assert (packed.dtype.itemsize, packed.shape, packed.nbytes) == (word, (5, wire.row_words), 5 * wire.row_bytes)
     rows, ids_back, weights_back, extra = wire.unpack(packed)
     np.testing.assert_array_equal(ids_back, ids)
     np.testing.assert_array_equal(weights_back, weights)
     np.testing.assert_array_equal(extra, [70_000] * 5)
     order = jnp.array([4, 0, 0])
-    assert rows.shape == x.shape
-    assert rows.dtype == x.dtype
+    assert (rows.shape, rows.dtype) == (x.shape, x.dtype)
     wanted = np.asarray(dequantise(*quantise(x)).astype(x.dtype) if fp8 else x)
     np.testing.assert_array_equal(rows.take(order, axis=0), wanted[np.asarray(order)])
 

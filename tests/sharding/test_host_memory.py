@@ -56,8 +56,7 @@ def test_devices_that_are_only_described_have_host_memory_too():
     sharding = host_sharding(Forgetful(mesh, P()))
     assert sharding.memory_kind == HOST
     assert not on_device(sharding)
-    text = jax.jit(lambda table: rows_from_host(table, jnp.zeros((2, 3), jnp.int32), mesh, ("dp", "ep"))).lower(
-        jax.ShapeDtypeStruct((V, D), jnp.float32, sharding=sharding)
-    )
-    assert 'mhlo.memory_kind = "pinned_host"' in text.as_text()
-    assert '_xla_compute_type = "host"' in text.as_text()
+    look_up = jax.jit(lambda table: rows_from_host(table, jnp.zeros((2, 3), jnp.int32), mesh, ("dp", "ep")))
+    text = look_up.lower(jax.ShapeDtypeStruct((V, D), jnp.float32, sharding=sharding)).as_text()
+    assert 'mhlo.memory_kind = "pinned_host"' in text
+    assert '_xla_compute_type = "host"' in text

@@ -42,13 +42,8 @@ def start_both(folder: Path) -> list[dict]:
         port = probe.getsockname()[1]
     processes = []
     for index in range(2):
-        environment = {
-            **os.environ,
-            "JAX_COMPILATION_CACHE_DIR": str(folder / str(index)),
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": str(ROOT),
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        }
+        environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder / str(index)), "PYTHONPATH": str(ROOT)}
+        environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
         command = [sys.executable, "-c", PROCESS, str(index), str(port)]
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     return [json.loads(process.communicate(timeout=400)[0].splitlines()[-1]) for process in processes]

@@ -131,13 +131,9 @@ def fits(text, **model):
         # 384 is three blocks: tp = 2 cuts the middle one although fewer than three devices share it.
         ("tp=2", {"dense_widths": {"wide": 384}, "block": 128}, ["wide 384 over tp=2 is 192", "tp may be [1, 3]"]),
         # All that does not fit, at once.
-        (
-            "dp=3,tp=5",
-            {"heads": 8, "dense_widths": {"wide": 12}},
-            ["8 attention heads", "256 physical", "is 14", "wide 12"],
-        ),
+        ("dp=3,tp=5", {"heads": 8, "dense_widths": {"wide": 12}}, ["8 attention heads", "256 physical", "is 14", "wide 12"]),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_does_not_fit_is_told_which_number_and_what_would(text, model, parts):
     with pytest.raises(MeshError) as error:
         fits(text, **model)
@@ -211,9 +207,8 @@ def test_tp_then_ep_neighbours_stay_inside_a_host_and_a_slice():
     assert [hosts_of(copy) for copy in mesh.devices] == [{0}, {1}, {2}, {3}]
     ids = [device.id for device in mesh.devices[2].flat]
     assert ids == sorted(ids)
-    assert [hosts_of(row) for row in MeshSpec.parse("dp=8,tp=4").build(devices).devices[0]] == [
-        {i // 2} for i in range(8)
-    ]
+    wider = MeshSpec.parse("dp=8,tp=4").build(devices).devices[0]
+    assert [hosts_of(row) for row in wider] == [{i // 2} for i in range(8)]
     first = MeshSpec.parse("dp=2,tp=2").build(devices)
     assert [device.id for device in first.devices.flat] == [0, 40, 80, 120], "further devices are left"
     of_two_slices = [FakeDevice(id=i, process_index=0, slice_index=i % 2) for i in range(8)]
@@ -223,9 +218,8 @@ def test_tp_then_ep_neighbours_stay_inside_a_host_and_a_slice():
 
 def test_fast_links_join_the_devices_of_a_slice_or_on_a_cpu_of_a_process():
     def joined(owners, platform="gpu", slices=None):
-        devices = [
-            FakeDevice(i, owner, platform, None if slices is None else slices[i]) for i, owner in enumerate(owners)
-        ]
+        owned = zip(owners, slices or [None] * len(owners), strict=True)
+        devices = [FakeDevice(i, owner, platform, slice) for i, (owner, slice) in enumerate(owned)]
         return joined_neighbours(MeshSpec.parse(f"dp={len(owners)}").arrange(devices))
 
     each_its_own, of_two = range(8), [0, 0, 0, 0, 1, 1, 1, 1]

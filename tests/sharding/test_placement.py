@@ -85,10 +85,8 @@ def test_ranks_with_one_token_each_do_not_all_choose_the_first_copy():
     placement = Placement((0, 1, 0, 2, 0, 3), 4)
     slots = assign_copies(placement.tables, jnp.zeros((6, 1), jnp.int32), jnp.ones(6, bool), ranks=6)
     np.testing.assert_array_equal(slots[:, 0], [0, 2, 4, 0, 2, 4])
-    each = [
-        assign_copies(placement.tables, jnp.zeros((1, 1), jnp.int32), jnp.ones(1, bool), first_rank=rank)[0, 0]
-        for rank in range(6)
-    ]
+    one = placement.tables, jnp.zeros((1, 1), jnp.int32), jnp.ones(1, bool)
+    each = [assign_copies(*one, first_rank=rank)[0, 0] for rank in range(6)]
     assert each == slots[:, 0].tolist(), "a rank that chooses for itself chooses as beside the others"
 
 

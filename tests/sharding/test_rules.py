@@ -43,7 +43,7 @@ def test_replacing_an_entry_changes_it_alone_and_leaves_the_original(wide):
     rules, mesh = wide
     whole = rules.replace(shared_width=())
     assert (rules.ways(mesh, "shared_width"), whole.ways(mesh, "shared_width")) == (4, 1)
-    assert {name for name in rules if rules.table[name] != whole.table[name]} == {"shared_width"}
+    assert {name for name in rules.table if rules.table[name] != whole.table[name]} == {"shared_width"}
     with pytest.raises(TypeError):
         rules.table["embed"] = ("tp",)
 

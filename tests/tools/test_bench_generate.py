@@ -21,14 +21,7 @@ def test_values_are_json_where_they_are_json_and_a_systems_own_come_last():
 
 
 def test_a_server_gets_the_same_options_as_flags():
-    flags = _flags(
-        {"mesh": "dp=2", "enable_prefix_caching": False, "batch_invariant": True, "eplb_config": {"window_size": 8}}
-    )
-    assert flags == [
-        "--mesh",
-        "dp=2",
-        "--no-enable-prefix-caching",
-        "--batch-invariant",
-        "--eplb-config",
-        '{"window_size": 8}',
-    ]
+    options = {"enable_prefix_caching": False, "batch_invariant": True, "mesh": "dp=2"}
+    options |= {"eplb_config": {"window_size": 8}}
+    flags = ["--no-enable-prefix-caching", "--batch-invariant", "--mesh", "dp=2", "--eplb-config", '{"window_size": 8}']
+    assert _flags(options) == flags

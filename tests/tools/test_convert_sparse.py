@@ -41,16 +41,15 @@ def trained(tiny):
     config, table, rows = tiny
     found = {}
     for sparse in (False, True):
-        params = drawn(table, seed=0)
-        args = (params, jax.jit(zero_moments)(params), rows, jnp.int32(0), jnp.float32(0.01), jnp.float32(0.001))
+        params, rates = drawn(table, seed=0), (jnp.float32(0.01), jnp.float32(0.001))
+        before, state, measured = jax.device_get(params), jax.jit(zero_moments)(params), []
         kept = {"table": table, "config": config, "sparse": sparse, "capacity_factor": 4.0}
-        compiled = convert_step.lower(*args, **kept).compile(COMPILE_QUICKLY)
-        before, measured = {path: np.asarray(value) for path, value in params.items()}, []
-        state = args[1]
+        lowered = convert_step.lower(params, state, rows, jnp.int32(0), *rates, **kept)
+        compiled = lowered.compile(COMPILE_QUICKLY)
         for step in range(8):
-            params, state, one = compiled(params, state, rows, jnp.int32(step), *args[4:])
-            measured.append({name: float(value) for name, value in one.items()})
-        found[sparse] = before, {path: np.asarray(value) for path, value in params.items()}, measured
+            params, state, one = compiled(params, state, rows, jnp.int32(step), *rates)
+            measured.append(jax.device_get(one))
+        found[sparse] = before, jax.device_get(params), measured
     return found
 
 

@@ -1,7 +1,7 @@
 """The demo's text: a split by paths alone, manifests that notice another library, dialogues in the chat format."""
 
 import ast
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import pytest
 
@@ -9,41 +9,34 @@ from tools.demo import corpus
 from tools.demo.dialogues import load_template, make_dialogues
 from tools.demo.train import FOLDER
 
-
-def write(root: Path, path: str, text: str | bytes) -> None:
-    (root / path).parent.mkdir(parents=True, exist_ok=True)
-    (root / path).write_bytes(text.encode() if isinstance(text, str) else text)
+HELD_OUT = next(f"m{i}.py" for i in range(10_000) if corpus.is_heldout(PurePosixPath(f"m{i}.py")))
 
 
 @pytest.fixture
-def heldout_path() -> str:
-    return next(f"m{i}.py" for i in range(10_000) if corpus.is_heldout(PurePosixPath(f"m{i}.py")))
+def splits(tmp_path):
+    """Names of the files to train on and of those that are held out, once these are written as well."""
+
+    def make(files: dict[str, bytes]) -> list[set[str]]:
+        for path, text in files.items():
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_bytes(text)
+        return [{str(file.path) for file in split} for split in corpus.read_corpus(tmp_path)]
+
+    return make
 
 
-def test_other_files_do_not_move_a_file_between_the_splits(tmp_path, heldout_path):
-    write(tmp_path, heldout_path, "held = 1")
-    write(tmp_path, "train.py", "x = 1")
-    before = corpus.read_corpus(tmp_path)
-    write(tmp_path, "a/another.py", "y = 2")
-    after = corpus.read_corpus(tmp_path)
-    assert [str(file.path) for file in after[1]] == [heldout_path] == [str(file.path) for file in before[1]]
-    assert {str(file.path) for file in after[0]} == {"train.py", "a/another.py"}
-
-
-def test_a_copy_of_a_held_out_file_is_not_trained_on(tmp_path, heldout_path):
-    write(tmp_path, heldout_path, "secret = 1")
-    write(tmp_path, "copy.py", "secret = 1")
-    assert corpus.read_corpus(tmp_path)[0] == []
+def test_other_files_do_not_move_a_file_between_the_splits_and_a_copy_of_a_held_out_one_is_in_none(splits):
+    assert splits({HELD_OUT: b"held = 1", "train.py": b"x = 1", "copy.py": b"held = 1"}) == [{"train.py"}, {HELD_OUT}]
+    assert splits({"a/another.py": b"y = 2"}) == [{"train.py", "a/another.py"}, {HELD_OUT}]
 
 
 @pytest.mark.parametrize(
     ("path", "text"),
-    [(path, "x = 1") for path in ("site-packages/a.py", "test/__pycache__/a.py", "encodings/cp1252.py", "a.txt")]
-    + [("_sysconfigdata_linux.py", "x = 1"), ("empty.py", "\n"), ("latin.py", b"# \xe9\n")],
+    [(path, b"x = 1") for path in ("site-packages/a.py", "test/__pycache__/a.py", "encodings/cp1252.py", "a.txt")]
+    + [("_sysconfigdata_linux.py", b"x = 1"), ("empty.py", b"\n"), ("latin.py", b"# \xe9\n")],
 )
-def test_what_is_not_the_librarys_own_code_in_utf8_stays_out(tmp_path, path, text):
-    write(tmp_path, path, text)
-    assert corpus.read_corpus(tmp_path) == ([], [])
+def test_what_is_not_the_librarys_own_code_in_utf8_stays_out(splits, path, text):
+    assert splits({path: text}) == [set(), set()]
 
 
 def test_the_manifests_name_no_file_twice_and_hold_out_at_least_half_a_megabyte_of_files():

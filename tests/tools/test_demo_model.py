@@ -13,23 +13,18 @@ from tools.demo.convert_v4 import V4_FOLDER
 from tools.demo.evaluate import Evaluator, Tally, xz_bits_per_byte
 from tools.demo.train import FOLDER
 
-REPORT = FOLDER / "training.json"
-
 
 @pytest.fixture(scope="module")
 def report() -> dict:
-    return json.loads(REPORT.read_text())
+    return json.loads((FOLDER / "training.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def sample() -> list[corpus.SourceFile]:
     """Two held-out files that are here as they were when the model was trained: the smallest, and one of about 2,000 tokens."""
-    wanted = corpus.read_manifest("heldout")
-    files = [
-        corpus.SourceFile(corpus.PurePosixPath(path), (corpus.library() / path).read_bytes())
-        for path in wanted
-        if (corpus.library() / path).is_file()
-    ]
+    wanted, library = corpus.read_manifest("heldout"), corpus.library()
+    here = (path for path in wanted if (library / path).is_file())
+    files = [corpus.SourceFile(corpus.PurePosixPath(path), (library / path).read_bytes()) for path in here]
     same = [file for file in files if file.digest == wanted[str(file.path)] and 2_000 < len(file.content) < 12_000]
     if not same:
         pytest.skip("this Python's library is not the text that the demo was evaluated on")
@@ -37,14 +32,18 @@ def sample() -> list[corpus.SourceFile]:
     return same[:1] + sorted(same[1:], key=lambda file: abs(len(file.content) - 6_500))[:1]
 
 
-@pytest.fixture(scope="module")
-def figures(sample) -> list[dict]:
-    """Figures of the first file, and of both."""
-    evaluator, tally, found = Evaluator(), Tally(), []
-    for file in sample:
+def figures_of(files, *folder) -> list[dict]:
+    """Figures of the first file, of the first two …"""
+    evaluator, tally, found = Evaluator(*folder), Tally(), []
+    for file in files:
         evaluator.add(tally, file)
         found.append(tally.figures())
     return found
+
+
+@pytest.fixture(scope="module")
+def figures(sample) -> list[dict]:
+    return figures_of(sample)
 
 
 @pytest.mark.slow
@@ -69,16 +68,13 @@ def test_the_recorded_training_kept_its_budget_on_the_manifests_text_and_is_bett
 
 @pytest.mark.slow
 def test_the_sparse_demo_reads_a_small_file_within_a_twentieth_though_it_attends_to_few_tokens(sample, figures):
-    tally = Tally()
-    Evaluator(SPARSE_FOLDER).add(tally, sample[0])
-    assert tally.figures()["bits_per_byte"] < 1.05 * figures[0]["bits_per_byte"]
+    (found,) = figures_of(sample[:1], SPARSE_FOLDER)
+    assert found["bits_per_byte"] < 1.05 * figures[0]["bits_per_byte"]
 
 
 @pytest.mark.slow
 def test_the_v4_demo_reads_a_small_file_within_a_fifth_and_its_module_drafts(sample, figures):
-    tally = Tally()
-    Evaluator(V4_FOLDER).add(tally, sample[0])
-    found = tally.figures()
+    (found,) = figures_of(sample[:1], V4_FOLDER)
     assert found["bits_per_byte"] < 1.2 * figures[0]["bits_per_byte"]
     assert found["mtp_acceptance"] > 0.5
     assert found["max_violation"] < 6, "the smallest file has few tokens"

@@ -1,6 +1,7 @@
 """The bundled tokenizer and chat template: lossless, DeepSeek's tokens, DeepSeek's format."""
 
 import gzip
+import itertools
 import json
 from pathlib import Path
 
@@ -26,17 +27,10 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "def main(argv):\n    if argv[1:]:\n\t\treturn  0x1F\r\n",
-        "naïve café — 你好 🙂 \x00\x7f",
-        "   \n\n  trailing  ",
-        "",
-    ],
-)
-def test_text_survives_a_round_trip(tokenizer, text):
-    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+def test_text_survives_a_round_trip(tokenizer):
+    code = "def main(argv):\n    if argv[1:]:\n\t\treturn  0x1F\r\n"
+    for text in (code, "naïve café — 你好 🙂 \x00\x7f", "   \n\n  trailing  ", ""):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
 def test_a_prompt_ends_between_tokens_begins_with_bos_and_numbers_match_the_configuration(tokenizer):
@@ -64,24 +58,23 @@ def test_chat_template_opens_or_skips_thinking():
     assert direct == asked + "\n</think>\n\n"
 
 
-def test_chat_template_gives_what_deepseek_r1s_gives():
-    path = REFERENCE / "deepseek-r1.tokenizer_config.json"
-    if not path.exists():
+def reference(name: str) -> bytes:
+    if not REFERENCE.exists():
         pytest.skip("shared/reference is not beside the repository")
-    settings = json.loads(path.read_text())
+    return (REFERENCE / name).read_bytes()
+
+
+def test_chat_template_gives_what_deepseek_r1s_gives():
+    settings = json.loads(reference("deepseek-r1.tokenizer_config.json"))
     theirs = jinja2.Environment().from_string(settings["chat_template"])
     tokens = {"bos_token": settings["bos_token"]["content"], "eos_token": settings["eos_token"]["content"]}
-    for length in range(1, len(CONVERSATION) + 1):
-        for ask in (False, True):
-            expected = theirs.render(messages=CONVERSATION[:length], add_generation_prompt=ask, **tokens)
-            ours = load_template(FOLDER).render(messages=CONVERSATION[:length], add_generation_prompt=ask)
-            # The bundled R1 template lets the model open its reasoning; later releases of it, and ours, open it.
-            assert ours == expected + ("<think>\n" if ask else "")
+    for length, ask in itertools.product(range(1, len(CONVERSATION) + 1), (False, True)):
+        given = {"messages": CONVERSATION[:length], "add_generation_prompt": ask}
+        # The bundled R1 template lets the model open its reasoning; later releases of it, and ours, open it.
+        expected = theirs.render(**given, **tokens) + ("<think>\n" if ask else "")
+        assert load_template(FOLDER).render(**given) == expected
 
 
 def test_special_tokens_are_spelt_as_deepseeks():
-    path = REFERENCE / "deepseek-r1.tokenizer.json.gz"
-    if not path.exists():
-        pytest.skip("shared/reference is not beside the repository")
-    theirs = {token["content"] for token in json.loads(gzip.decompress(path.read_bytes()))["added_tokens"]}
-    assert {*SPECIAL_TOKENS, *THINK_TOKENS} <= theirs
+    theirs = json.loads(gzip.decompress(reference("deepseek-r1.tokenizer.json.gz")))["added_tokens"]
+    assert {*SPECIAL_TOKENS, *THINK_TOKENS} <= {token["content"] for token in theirs}

@@ -14,6 +14,8 @@ import zmq
 from fuzz_ports import Fuzzer, UnderWay
 from group_in_threads import close_groups
 from links_in_threads import links_of
+from processes import free_port
+from waits import until
 
 from dsjax.addresses import split_address
 from dsjax.messaging import Credentials, Endpoint, Link, LinkListener
@@ -26,11 +28,7 @@ pytestmark = pytest.mark.slow
 
 CREDENTIALS = local_credentials()
 CASES = 200
-SECONDS = 20.0
-
-
-def open_files():
-    return [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+SECONDS = 60.0
 
 
 @pytest.fixture
@@ -40,15 +38,14 @@ def ends():
         pytest.skip("only Linux says in /proc what is open")
     # pyzmq has a thread of its own from the first message on that it does not copy.
     zmq.Frame(bytes(1 << 17), copy=False)
-    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    free_port()  # from the first one on this process holds its block of ports
+    held = lambda: (len(os.listdir("/proc/self/fd")), threading.active_count())  # noqa: E731
+    files, threads = held()
     ends = [Endpoint("127.0.0.1", CREDENTIALS) for _ in range(2)]
     yield ends
     for end in ends:
         end.close()
-    deadline = time.monotonic() + SECONDS
-    while len(os.listdir("/proc/self/fd")) > files or threading.active_count() > threads:
-        assert time.monotonic() < deadline, (open_files(), threading.enumerate())
-        time.sleep(0.05)
+    until(lambda: held()[0] <= files and held()[1] <= threads, SECONDS, every=0.05, what="a file or thread is left")
 
 
 def wrong_at(address, ask=None, **options):
@@ -115,9 +112,9 @@ def test_a_log_is_read_by_members_and_written_by_nobody_else(ends):
 
 
 def test_stages_go_on_whatever_strangers_and_other_members_say(ends):
+    before = ports_of(os.getpid())
     first, last = links_of([0, 1])
-    ports = [split_address(end.address) for end in ends]
-    found = [address for address in ports_of(os.getpid()) if address not in ports]
+    found = [address for address in ports_of(os.getpid()) if address not in before]
     assert len(found) == 5, "an endpoint and a link of each, and the log of process 0"
     with contextlib.closing(first), contextlib.closing(last):
         for host, port in found:
@@ -131,7 +128,6 @@ def test_stages_go_on_whatever_strangers_and_other_members_say(ends):
 
 
 def test_the_fuzz_finds_a_port_that_answers_strangers_or_keeps_them_or_lets_no_member_in(ends, monkeypatch):
-    monkeypatch.setattr("fuzz_ports.PATIENCE", 0.3)
     monkeypatch.setattr(socketserver.ThreadingTCPServer, "daemon_threads", True)
 
     class Talkative(socketserver.BaseRequestHandler):
@@ -144,7 +140,9 @@ def test_the_fuzz_finds_a_port_that_answers_strangers_or_keeps_them_or_lets_no_m
         with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Talkative) as server:
             server.sleep = sleep
             threading.Thread(target=server.serve_forever).start()
-            wrong = Fuzzer(server.server_address, CREDENTIALS).run(5).wrong
+            with monkeypatch.context() as patch:
+                patch.setattr("fuzz_ports.PATIENCE", 0.3)
+                wrong = Fuzzer(server.server_address, CREDENTIALS).run(5).wrong
             server.shutdown()
         assert any(found in one for one in wrong)
     other = Credentials(ClusterKey("o" * 32, "another test", is_local=True))

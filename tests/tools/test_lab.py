@@ -2,11 +2,13 @@
 
 import argparse
 import asyncio
+import itertools
 import json
 import sys
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from tools.lab import LABS, main
 from tools.labs.crowd import Crowd
@@ -16,7 +18,7 @@ RUNNING = argparse.Namespace(poll=lambda: None)
 
 
 def arguments(**changed) -> argparse.Namespace:
-    return argparse.Namespace(**{"seed": 0, "patience": 5.0, "progress": 60.0, "tokens": 4, "json": None} | changed)
+    return argparse.Namespace(**{"seed": 0, "patience": 60.0, "progress": 60.0, "tokens": 4, "json": None} | changed)
 
 
 class Asks(Crowd):
@@ -33,33 +35,20 @@ class Asks(Crowd):
 
 async def crowd_of(answers: list[list[str]], **changed) -> dict[str, object]:
     """What a crowd finds of a server whose first, second … answer has these lines; the last one is repeated."""
-    given = iter(answers)
-    last: list[str] = []
+    given = itertools.chain(answers, itertools.repeat(answers[-1]))
 
-    async def complete(request: web.Request) -> web.StreamResponse:
-        nonlocal last
-        last = next(given, last)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for line in last:
-            await response.write(f"data: {line}\n\n".encode())
-        return response
+    async def complete(request: web.Request) -> web.Response:
+        text = "".join(f"data: {line}\n\n" for line in next(given))
+        return web.Response(text=text, content_type="text/event-stream")
 
     async def load(request: web.Request) -> web.Response:
         return web.json_response({"ranks": [{"used_pages": 2}, {"used_pages": 1}]})
 
     app = web.Application()
     app.add_routes([web.post("/v1/completions", complete), web.get("/get_load", load)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = site._server.sockets[0].getsockname()[1]
-    try:
+    async with TestServer(app) as server:
         processes = argparse.Namespace(processes=[RUNNING])
-        return await Asks(arguments(**changed), processes, f"http://127.0.0.1:{port}").run()
-    finally:
-        await runner.cleanup()
+        return await Asks(arguments(**changed), processes, f"http://127.0.0.1:{server.port}").run()
 
 
 def text(word: str) -> str:

@@ -6,32 +6,16 @@ import statistics
 import pytest
 
 from dsjax.plan.calibration import HOST, RATE, TPOT
-from tools.plan_data.replay import (
-    MECHANISMS,
-    SWITCHES,
-    Run,
-    answer,
-    mean_values,
-    mechanisms,
-    played,
-    read,
-    replayed,
-    write,
-)
+from tools.plan_data import replay
+from tools.plan_data.replay import answer, mean_values, read, replayed
 
 
 def run(**given):
-    settings = {
-        "device": "b200",
-        "engine": "sglang",
-        "weights": "fp8",
-        "prompt": "1024",
-        "output": "1024",
-        "users": "32",
-    }
-    settings |= {"mesh": "tp=8,ep=1", "drafts": "0", "step": "32768", "fraction": "0.82", "first_prompt": "warm"}
+    settings = {"device": "b200", "engine": "sglang", "weights": "fp8", "mesh": "tp=8,ep=1"}
+    settings |= {"prompt": "1024", "output": "1024", "users": "32", "drafts": "0"}
+    settings |= {"step": "32768", "fraction": "0.82", "first_prompt": "warm"}
     settings |= dict.fromkeys(("prefill", "running", "sent", "prefill_tables", "tables"), "")
-    return Run.of(settings | given)
+    return replay.Run.of(settings | given)
 
 
 def test_a_row_is_read_with_both_sides_and_what_its_recipe_says():
@@ -67,7 +51,7 @@ def test_no_more_requests_run_than_the_cache_holds():
 
 def test_a_loop_that_is_played_is_near_its_mean_values():
     few = run(users="4", mesh="tp=8,ep=8")
-    loop, means = played(few), mean_values(few)
+    loop, means = replay.played(few), mean_values(few)
     assert loop[RATE] == pytest.approx(means[RATE], rel=0.1)
     assert loop[TPOT] == pytest.approx(means[TPOT], rel=0.1)
     assert set(loop) > {RATE, TPOT}
@@ -75,15 +59,15 @@ def test_a_loop_that_is_played_is_near_its_mean_values():
 
 def test_a_mechanism_that_is_left_out_is_that_of_a_published_engine():
     held = run(engine="trt", mesh="dp=8")
-    assert set(SWITCHES) <= set(vars(answer(held).decode.options.engine))
-    assert answer(held).decode.options.engine.holds_prompts
-    assert not answer(held, "holds_prompts").decode.options.engine.holds_prompts
+    whole, without = (answer(*given).decode.options.engine for given in ((held,), (held, "holds_prompts")))
+    assert set(replay.SWITCHES) <= set(vars(whole))
+    assert (whole.holds_prompts, without.holds_prompts) == (True, False)
 
 
 def test_rows_of_a_new_round_are_predicted_with_their_settings_kept(tmp_path):
     row = next(row for row in read() if row["round"] == "all left" and row["kind"] == RATE)
     asked = row | {"round": "new"} | dict.fromkeys(("predicted", "low", "high", "measured"), "")
-    write(tmp_path / "new.csv", [asked])
+    replay.write(tmp_path / "new.csv", [asked])
     (found,) = replayed(read(tmp_path / "new.csv"))
     assert 0 < float(found["low"]) == float(found["predicted"]) == float(found["high"])
     assert found["measured"] == ""
@@ -92,9 +76,9 @@ def test_rows_of_a_new_round_are_predicted_with_their_settings_kept(tmp_path):
 
 def test_the_table_of_mechanisms_has_each_of_them():
     rows = [row for row in read() if row["round"] == "drafts again" and row["run"] == "E1"]
-    lines = mechanisms(rows).splitlines()
+    lines = replay.mechanisms(rows).splitlines()
     assert lines[0] == "| left out | rate | tpot |"
-    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:]] == ["nothing", *MECHANISMS]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:]] == ["nothing", *replay.MECHANISMS]
 
 
 @pytest.mark.slow

@@ -13,53 +13,51 @@ COLUMNS = "round,run,kind,distance,predicted,low,high,measured"
 
 
 @pytest.fixture
-def file(tmp_path):
+def blind(tmp_path):
+    """Read predictions from a file of these lines."""
+
+    def make(*lines):
+        path = tmp_path / "blind.csv"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return read(path)
+
+    return make
+
+
+def test_errors_are_relative_to_what_was_measured_and_intervals_are_made_from_older_rounds_alone(blind):
     """Three rounds: one prediction; 19 that were measured 2 % to 38 % above; and two, one within what was seen before."""
     lines = [COLUMNS, f"first,A,{RATE},{HOST},100,80,125,200"]
     lines += [f"second,B{n},{RATE},{HOST},100,90,110,{100 + 2 * n}" for n in range(1, 20)]
-    lines += [f"third,C1,{RATE},{HOST},50,40,60,55", f"third,C2,{RATE},{HOST},50,40,60,25"]
-    path = tmp_path / "blind.csv"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
-
-
-def scored(blind, name):
-    return Score.of(pair for pair in by_older_rounds(blind) if pair[0].round == name)
-
-
-def test_errors_are_relative_to_what_was_measured_and_intervals_are_made_from_older_rounds_alone(file):
-    score = scored(read(file), "third")
-    assert score.count == 2
-    assert score.error == pytest.approx((5 / 55 + 1) / 2)
-    assert score.bias == pytest.approx((-5 / 55 + 1) / 2)
-    made = dict(zip("ABC", (scored(read(file), name) for name in ("first", "second", "third")), strict=True))
-    assert math.isnan(made["A"].score), "nothing is older"
-    assert math.isnan(made["B"].score), f"one older prediction, and {LEAST} are needed"
+    every = blind(*lines, f"third,C1,{RATE},{HOST},50,40,60,55", f"third,C2,{RATE},{HOST},50,40,60,25")
+    rounds = {
+        name: [pair for pair in by_older_rounds(every) if pair[0].round == name]
+        for name in ("first", "second", "third")
+    }
+    a, b, c = map(Score.of, rounds.values())
+    assert (c.count, c.inside) == (2, 0.5)
+    assert (c.error, c.bias) == pytest.approx(((5 / 55 + 1) / 2, (-5 / 55 + 1) / 2))
     # 20 errors of 1.02 to 1.38 and 2: the conformal ranks of 90 % are the least and the largest.
-    assert made["C"].width == pytest.approx(2 / 1.02)
-    assert made["C"].inside == 0.5
-    blind = read(file)
-    lines = table(blind).splitlines()
-    assert f"| *second* | {scored(blind, 'second').cells()} |" in lines
+    assert c.width == pytest.approx(2 / 1.02)
+    assert math.isnan(a.score), "nothing is older"
+    assert math.isnan(b.score), f"one older prediction, and {LEAST} are needed"
+    lines = table(every).splitlines()
+    assert f"| *second* | {b.cells()} |" in lines
     assert [line for line in lines if line.startswith(f"| rate, {HOST} | 22 |")]
 
 
 def test_an_interval_score_is_the_width_and_twenty_times_the_miss():
-    assert interval_score(1.0, (0.5, 2.0)) == pytest.approx(math.log(4))
-    assert interval_score(4.0, (0.5, 2.0)) == pytest.approx(math.log(4) + 20 * math.log(2))
-    assert interval_score(0.25, (0.5, 2.0)) == pytest.approx(math.log(4) + 20 * math.log(2))
+    for value, miss in ((1.0, 0), (4.0, math.log(2)), (0.25, math.log(2))):
+        assert interval_score(value, (0.5, 2.0)) == pytest.approx(math.log(4) + 20 * miss)
 
 
-def test_tpot_is_scored_by_device_and_weights_where_there_are_enough_predictions(tmp_path):
-    lines = [f"{COLUMNS},device,weights"]
-    lines += [f"first,A{n},{TPOT},{HOST},90,80,100,100,b200,fp4" for n in range(3)]
+def test_tpot_is_scored_by_device_and_weights_where_there_are_enough_predictions(blind):
+    lines = [f"first,A{n},{TPOT},{HOST},90,80,100,100,b200,fp4" for n in range(3)]
     lines += [f"first,B,{TPOT},{HOST},50,40,60,100,b200,fp8", f"first,C,{RATE},{HOST},50,40,60,100,b200,fp4"]
-    path = tmp_path / "blind.csv"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    rows = {name: len(list(filter(holds, read(path)))) for name, holds in by_device(read(path)).items()}
+    every = blind(f"{COLUMNS},device,weights", *lines)
+    rows = {name: len(list(filter(holds, every))) for name, holds in by_device(every).items()}
     assert rows == {f"TPOT, B200 in FP4, {HOST}": 3, f"TPOT, B200 in FP8, {HOST}": 1}
-    assert list(by_device(read(path), least=2)) == [f"TPOT, B200 in FP4, {HOST}"]
-    assert f"| TPOT, B200 in FP4, {HOST} | 3 | 10.0% | -10.0% | – | – | – |" in table(read(path)).splitlines()
+    assert list(by_device(every, least=2)) == [f"TPOT, B200 in FP4, {HOST}"]
+    assert f"| TPOT, B200 in FP4, {HOST} | 3 | 10.0% | -10.0% | – | – | – |" in table(every).splitlines()
 
 
 def test_every_committed_prediction_is_in_a_round_and_a_kind_and_has_not_changed():

@@ -2,24 +2,15 @@
 
 import asyncio
 
+import agents
 import pytest
-from agents import (
-    Agent,
-    ModelSettings,
-    OpenAIChatCompletionsModel,
-    OpenAIResponsesModel,
-    Runner,
-    function_tool,
-    handoff,
-    set_tracing_disabled,
-)
 from openai import AsyncOpenAI
 from openai.types.shared import Reasoning
 from pydantic import BaseModel
 
 MODEL = "deepseek-r1"
-MODELS = [OpenAIChatCompletionsModel, OpenAIResponsesModel]
-set_tracing_disabled(True)
+MODELS = [agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel]
+agents.set_tracing_disabled(True)
 
 
 class Sum(BaseModel):
@@ -28,22 +19,22 @@ class Sum(BaseModel):
     total: int
 
 
-@function_tool
+@agents.function_tool
 def add(a: int, b: int) -> str:
     """Add."""
     return f"{a} and {b} make {a + b}"
 
 
-def run(url: str, kind: type, text: str, streamed: bool, settings: ModelSettings | None = None, **fields):
+def run(url: str, kind: type, text: str, streamed: bool, settings: agents.ModelSettings | None = None, **fields):
     """Let an agent answer; return the result of the run, and how many events there were."""
 
     async def main():
-        client = AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
-        settings_ = settings or ModelSettings(reasoning=Reasoning(effort="high"), include_usage=True)
-        agent = Agent(name="A", model=kind(model=MODEL, openai_client=client), model_settings=settings_, **fields)
+        model = kind(model=MODEL, openai_client=AsyncOpenAI(base_url=url, api_key="none", max_retries=0))
+        settings_ = settings or agents.ModelSettings(reasoning=Reasoning(effort="high"), include_usage=True)
+        agent = agents.Agent(name="A", model=model, model_settings=settings_, **fields)
         if not streamed:
-            return await Runner.run(agent, text), 0
-        result = Runner.run_streamed(agent, text)
+            return await agents.Runner.run(agent, text), 0
+        result = agents.Runner.run_streamed(agent, text)
         return result, len([event async for event in result.stream_events()])
 
     result, events = asyncio.run(main())
@@ -80,10 +71,8 @@ def test_a_tool_is_called_and_its_answer_read(url, kind, streamed):
 @way
 def test_a_tool_and_a_structured_answer(url, kind, streamed):
     result = run(url, kind, "add 3 and 3", streamed, tools=[add], output_type=Sum)
-    assert [type(item).__name__ for item in result.new_items if "Tool" in type(item).__name__] == [
-        "ToolCallItem",
-        "ToolCallOutputItem",
-    ]
+    kinds = [type(item).__name__ for item in result.new_items]
+    assert [name for name in kinds if "Tool" in name] == ["ToolCallItem", "ToolCallOutputItem"]
     assert isinstance(result.final_output, Sum)
 
 
@@ -91,7 +80,7 @@ def test_a_tool_and_a_structured_answer(url, kind, streamed):
 @way
 @pytest.mark.parametrize("choice", ["required", "add"])
 def test_a_forced_tool(url, kind, streamed, choice):
-    settings = ModelSettings(tool_choice=choice, parallel_tool_calls=False, include_usage=True)
+    settings = agents.ModelSettings(tool_choice=choice, parallel_tool_calls=False, include_usage=True)
     result = run(url, kind, "hi", streamed, settings, tools=[add], tool_use_behavior="stop_on_first_tool")
     assert result.final_output == "1 and 1 make 2"
 
@@ -100,7 +89,7 @@ def test_a_forced_tool(url, kind, streamed, choice):
 @way
 def test_a_handoff(url, kind, streamed):
     model = kind(model=MODEL, openai_client=AsyncOpenAI(base_url=url, api_key="none", max_retries=0))
-    other = Agent(name="B", model=model, output_type=Sum)
-    result = run(url, kind, "transfer_to_b", streamed, handoffs=[handoff(other)])
+    other = agents.Agent(name="B", model=model, output_type=Sum)
+    result = run(url, kind, "transfer_to_b", streamed, handoffs=[agents.handoff(other)])
     assert result.last_agent.name == "B"
     assert isinstance(result.final_output, Sum)

@@ -137,10 +137,8 @@ def begin(config: ModelConfig, table: ParameterTable, rows: Int[Array, "B S+2"],
         params.update({f"{stack}.attn.{name}": value[None] for name, value in found.items()})
 
     x = model.embed(inputs, jnp.float32)
-    added, few = (
-        layer_of(model.dense_layers, 0)(x, given)[0] - x,
-        4,
-    )  # so often each token is counted as having the mean
+    added = layer_of(model.dense_layers, 0)(x, given)[0] - x
+    few = 4  # so often each token is counted as having the mean
     mean = (of_tokens(added) + few * added.mean(axis=(0, 1))) / (of_tokens(jnp.ones_like(added)) + few)
     params["embed.weight"] += mean
     x = x + added

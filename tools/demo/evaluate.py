@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from dsjax.model.expert_dispatch import stored
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.parameters import ParameterTable
-from dsjax.model.transformer import Transformer, XlaProducts
+from dsjax.model.transformer import XlaProducts
 from tools.demo.checkpoint import read_model
 from tools.demo.corpus import MANIFESTS, SourceFile, describe_differences, read_corpus
 from tools.demo.train import FOLDER
@@ -95,13 +95,8 @@ def _bucket(length: int) -> int:
 
 
 def _measure(params, table: ParameterTable, tokens):
-    product = ExpertProduct("tiles")
-
-    def experts(weights, x_TD, ids_TK, weights_TK):
-        return product(stored(weights), x_TD, ids_TK, weights_TK)
-
-    model: Transformer = table.bind(params)
-    products = XlaProducts(experts)
+    product, model = ExpertProduct("tiles"), table.bind(params)
+    products = XlaProducts(lambda weights, *rows: product(stored(weights), *rows))
     main = model(tokens[:, :-1], products=products)
     further = model.predict_further(main.passed, tokens[:, 1:], products)
     choice = jnp.argmax(main.logits[0], axis=-1)
@@ -133,27 +128,21 @@ def describe_run(run: Path) -> dict:
     """Where the weights come from: the run's recipe and cost."""
     recipe = json.loads((run / "recipe.json").read_text())
     last = json.loads((run / "log.jsonl").read_text().splitlines()[-1])
-    manifests = {f"{split}_manifest_sha256": _digest(path) for split, path in MANIFESTS.items()}
+    digests = {split: hashlib.sha256(path.read_bytes()).hexdigest() for split, path in MANIFESTS.items()}
     return recipe | {
         "tokens": last["tokens"],
         "processor_hours": round(last["processor_seconds"] / 3600, 2),
         "python": platform.python_version(),
         "jax": jax.__version__,
-        **manifests,
+        **{f"{split}_manifest_sha256": digest for split, digest in digests.items()},
     }
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=FOLDER, help="with config, tokenizer and model.safetensors")
     parser.add_argument("--run", type=Path, help="run folder; writes training.json into the model's folder")
-    parser.add_argument(
-        "--bytes", type=int, help="whole files, in the order of their paths, of at least so many bytes; default: all"
-    )
+    parser.add_argument("--bytes", type=int, help="the first files by path, of at least so many bytes; default: all")
     arguments = parser.parse_args()
     train, heldout = read_corpus()
     if difference := describe_differences(train, heldout):

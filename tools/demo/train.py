@@ -12,18 +12,33 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsjax.config import load_config
+from dsjax.model.parameter_table import parameter_table
+from tools.demo import optimizer
+from tools.demo.checkpoint import restore, save
+from tools.demo.corpus import describe_differences, read_corpus
+from tools.demo.data import Batches, encode_training_text
+from tools.demo.schedule import Schedule
+from tools.demo.step import initial_parameters, train_step
+
 FOLDER = Path(__file__).parents[2] / "configs" / "models" / "demo"
 LOG_EVERY, SAVE_EVERY = 10, 100
 
-# A step's temporaries are gigabytes that glibc would map and unmap each time; page faults then took half of the time.
+# A step's temporaries are gigabytes that glibc would map and unmap each time; page faults then took half of the time. One thread: two were
+# 1.3 times as fast for 1.6 times the processor time, and far worse beside other work; and sums are then always added in the same order.
 # Read when a process starts, hence the restart in `command`.
-MALLOC_SETTINGS = {
+SETTINGS = {
+    "JAX_PLATFORMS": "cpu",
+    "PJRT_NPROC": "1",
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
     "MALLOC_ARENA_MAX": "1",
@@ -31,21 +46,13 @@ MALLOC_SETTINGS = {
 }
 
 
-def train(run: Path, schedule, seed: int) -> None:
+def train(run: Path, schedule: Schedule, seed: int) -> None:
     """Train the dense demo."""
-    import jax.numpy as jnp
-
-    from dsjax.config import load_config
-    from dsjax.model.parameter_table import parameter_table
-    from tools.demo import optimizer
-    from tools.demo.step import initial_parameters, train_step
-
     config = load_config(FOLDER)
     table = parameter_table(config, weights="f32")
     batches = read_batches(run, schedule, config.bos_token_id, seed)
-    print(
-        f"{len(batches.stream):,} tokens an epoch; {schedule.steps * schedule.batch_tokens:,} to train on", flush=True
-    )
+    tokens = schedule.steps * schedule.batch_tokens
+    print(f"{len(batches.stream):,} tokens an epoch; {tokens:,} to train on", flush=True)
 
     def begin():
         params = initial_parameters(table, seed)
@@ -71,11 +78,6 @@ def train(run: Path, schedule, seed: int) -> None:
 
 def read_batches(run: Path, schedule, bos_id: int, seed: int = 0):
     """The training text in batches, tokenised once a run; notes where the corpus is another than that of the bundled weights."""
-    import numpy as np
-
-    from tools.demo.corpus import describe_differences, read_corpus
-    from tools.demo.data import Batches, encode_training_text
-
     stream = run / "tokens.npy"
     if not stream.exists():
         files, heldout = read_corpus()
@@ -94,10 +96,6 @@ def run_steps(run: Path, schedule, seed: int, begin: Callable, advance: Callable
 
     begin: gives parameters and the optimizer's state. advance: takes both and the step's number, gives both and the measurements.
     """
-    import jax
-
-    from tools.demo.checkpoint import restore, save
-
     jax.config.update("jax_compilation_cache_dir", str(run / "compiled"))
     (run / "recipe.json").write_text(json.dumps({"seed": seed, **dataclasses.asdict(schedule)}, indent=2) + "\n")
     params, state, first, used = restore(run) or (*begin(), 0, 0.0)
@@ -159,16 +157,10 @@ def command(description: str, schedule: type, train: Callable) -> None:
     for field in dataclasses.fields(schedule):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
     arguments = vars(parser.parse_args())
-    if MALLOC_SETTINGS.items() - os.environ.items() and platform.system() == "Linux":
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | MALLOC_SETTINGS)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    # One thread: two were 1.3 times as fast for 1.6 times the processor time, and far worse beside other work; and sums
-    # are then always added in the same order.
-    os.environ.setdefault("PJRT_NPROC", "1")
+    if SETTINGS.keys() - os.environ.keys():
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], SETTINGS | os.environ)
     train(arguments.pop("run"), seed=arguments.pop("seed"), schedule=schedule(**arguments))
 
 
 if __name__ == "__main__":
-    from tools.demo.schedule import Schedule
-
     command(__doc__.splitlines()[0], Schedule, train)

@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 from processes import Group
@@ -151,11 +150,7 @@ class Faults:
     def _wait_until_whole(self) -> None:
         """Wait until the mesh has all hosts again."""
         whole = f"with dp={_HOSTS} on processes"
-        changes, deadline = self._group.output[0].count(whole), time.monotonic() + 300
-        while self._group.output[0].count(whole) == changes:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the host is not back within 300 s: {self._group.output[_LAST][-300:]}")
-            time.sleep(0.1)
+        self._group.wait_for(0, whole, 300, times=1 + self._group.output[0].count(whole))
 
 
 def tell(path: str, hook: str, value: str) -> int:

@@ -32,9 +32,7 @@ def add_crowd_options(parser: argparse.ArgumentParser, *, tokens: int, patience:
     parser.add_argument("--tokens", type=int, default=tokens, help="of an answer, at most")
     parser.add_argument("--losses", type=int, default=10)
     parser.add_argument("--at-once", type=int, default=1, help="processes that are taken at the same moment")
-    parser.add_argument(
-        "--patience", type=float, default=patience, help="seconds to wait for a change, or for an answer"
-    )
+    parser.add_argument("--patience", type=float, default=patience, help="seconds to wait for a change or an answer")
     parser.add_argument("--progress", type=float, default=15, help="seconds between two lines of progress")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)

@@ -83,14 +83,14 @@ def start(args: argparse.Namespace, folder: Path) -> Processes:
     )
     base = [sys.executable, "-m", "dsjax.serve", *args.serve, *options]
     if not args.processes:
-        return Processes([base], stuck=600)
+        return Processes([base])
     base += ["--afd-address", ",".join(f"127.0.0.1:{free_port()}" for _ in range(args.processes))]
     experts = [[*base, "--afd-role", "expert", "--afd-server-rank", str(rank)] for rank in range(args.processes)]
     attention, count = [[*base, "--afd-role", "attention"]], args.attention_processes
     if count > 1:
         group = [*attention[0], "--coordinator-address", f"127.0.0.1:{free_port()}", "--num-processes", str(count)]
         attention = [[*group, "--process-id", str(index)] for index in range(count)]
-    return Processes([attention[0], *experts, *attention[1:]], stuck=600)
+    return Processes([attention[0], *experts, *attention[1:]])
 
 
 @dataclass(kw_only=True)

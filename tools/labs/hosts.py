@@ -56,9 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--devices", type=int, default=8, help="emulated by each process")
     parser.add_argument("--mesh", help="default: dp over all devices")
-    parser.add_argument(
-        "--leaves", type=int, default=0, help="processes that are told to end (SIGTERM) after the losses"
-    )
+    parser.add_argument("--leaves", type=int, default=0, help="processes that get SIGTERM after the losses")
     parser.add_argument("--model", type=Path, help="a checkpoint with a tokenizer; default: a tiny random one")
     parser.add_argument("--checkpoint-gb", type=float, default=0, help="GB of experts in the random one, in float32")
     parser.add_argument("--signal", choices=("KILL", "STOP", "CUT"), default="KILL")
@@ -68,9 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="I,J",
         help="with --signal CUT: cut only the link between these two; process 0 still hears both",
     )
-    parser.add_argument(
-        "--apart", type=float, default=0, help="seconds within which the processes of --at-once are taken"
-    )
+    parser.add_argument("--apart", type=float, default=0, help="seconds in which those of --at-once are taken")
     parser.add_argument("--ahead", action="store_true", help="wait before each loss until all have compiled ahead")
     parser.add_argument("--no-return", action="store_true", help="do not start processes again")
     parser.add_argument("--heartbeat-timeout", type=int, default=10)
@@ -105,7 +101,7 @@ def start(args: argparse.Namespace, folder: Path, network: Namespaces | None) ->
     if network is not None:
         return group_serving_on(network, flags)
     own = dict.fromkeys(range(args.processes), flags)
-    return Group(["-m", "dsjax.serve"], args.processes, options=own, stuck=600)
+    return Group(["-m", "dsjax.serve"], args.processes, options=own)
 
 
 @dataclass(kw_only=True)

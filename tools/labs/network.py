@@ -31,7 +31,7 @@ from statistics import median
 from layouts import write_checkpoint
 
 from tools.labs.namespaces import Namespaces, has_netem
-from tools.labs.servers import Workers
+from tools.labs.servers import SIZES, Workers
 
 _PORT = 5002
 _TRAFFIC = """
@@ -67,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mbit", type=float, nargs="*", default=[3000, 1000, 300, 100, 30], help="rates of a link")
     parser.add_argument("--latency-us", type=float, nargs="*", default=[0, 500, 2000, 10000], help="one way")
     parser.add_argument(
-        "--congestion", type=float, nargs="*", default=[], help="percent of each link that other traffic takes"
+        "--congestion", type=float, nargs="*", default=[], help="other traffic, in percent of each link"
     )
     parser.add_argument("--rows", type=int, default=16, help="decodes of a DP rank")
     parser.add_argument("--hidden-size", type=int, default=1024)
@@ -98,9 +98,7 @@ class Lab:
             "compile_ahead": 0,
             "max_num_seqs": args.rows,
             "max_num_batched_tokens": max(args.rows, 16),
-            "prefill_chunk": 16,
-            "page_size": 4,
-            "max_model_len": 96,
+            **SIZES,
             "kernels": "plain",
             "dispatch": args.dispatch,
             "devices_per_host": args.devices,

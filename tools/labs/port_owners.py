@@ -19,9 +19,9 @@ from worded_checkpoint import write_worded_checkpoint
 
 from dsjax.hosts.wire import JoinRequest
 from tools.labs.port_cases import ports_of
-from tools.labs.servers import MODEL, SideProcess, complete, tiny_server, url_of
+from tools.labs.servers import MODEL, SIZES, SideProcess, complete, tiny_server, url_of
 
-_SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "max_model_len": 96}
+_SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, **SIZES}
 
 
 @dataclass

@@ -23,6 +23,11 @@ from typing import Any
 
 import psutil
 
+from dsjax import LLM, SamplingParams
+from dsjax.engine.schedule.request import RequestOptions
+from dsjax.engine.transfer.prefill_links import PrefillLinks
+from sharding.emulation import emulate_devices
+from sharding.mesh import MeshSpec
 from tools.labs.servers import SideProcess
 
 _SIZES = {"max_num_seqs": 8, "max_model_len": 512, "prefill_chunk": 64, "max_num_batched_tokens": 128}
@@ -49,9 +54,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the lab."""
-    from sharding.emulation import emulate_devices
-    from sharding.mesh import MeshSpec
-
     options = {"model": args.model, **_SIZES, **_TRANSFER}
     options["disaggregation_transfer_backend"] = args.disaggregation_transfer_backend
     emulate_devices(MeshSpec.parse(args.mesh).num_devices)
@@ -71,10 +73,8 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(holds for _, holds, _ in found["claims"]) else 1
 
 
-def draw_requests(count: int, rng: random.Random) -> list[tuple[list[int], Any]]:
+def draw_requests(count: int, rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
     """(prompt, parameters); prompts begin with one of a few long beginnings, and differ behind."""
-    from dsjax import SamplingParams
-
     heads = [[rng.randrange(16, 250) for _ in range(rng.randrange(40, 240))] for _ in range(max(2, count // 6))]
     found = []
     for index in range(count):
@@ -94,9 +94,6 @@ class Lab:
     """The decode engine, and what was found of it."""
 
     def __init__(self, args: argparse.Namespace, prefill: SideProcess, folder: str, options: dict[str, Any]):
-        from dsjax import LLM
-        from dsjax.engine.transfer.prefill_links import PrefillLinks
-
         self.args, self.prefill, self.rng, self.began = args, prefill, random.Random(args.seed), time.monotonic()
         self.counts, self.wrong, self.samples = Counter(), [], []
         self.requests = draw_requests(args.requests, self.rng)
@@ -149,8 +146,6 @@ class Lab:
 
     def ask(self, number: int) -> int:
         """Begin a request; its index."""
-        from dsjax.engine.schedule.request import RequestOptions
-
         index = self.rng.randrange(len(self.requests))
         tokens, params = self.requests[index]
         said = self.prefill.ask(tokens=tokens)

@@ -18,6 +18,8 @@ from tools.labs.namespaces import Namespaces
 
 MODEL = "tiny"
 """The name that models are served under."""
+SIZES = {"prefill_chunk": 16, "page_size": 4, "max_model_len": 96}
+"""Options of an engine of a tiny model."""
 _SERVING = re.compile(rf"serving {MODEL} at (http://[\d.:]+)")
 _ANSWER = "found "
 _WORKER = Path(__file__).with_name("worker.py")
@@ -26,8 +28,7 @@ _SIDE = ROOT / "tests" / "dsjax" / "engine" / "transfer" / "side_process.py"
 
 def tiny_server(model: Path | str, **options: object) -> list[str]:
     """Command-line options of a server of a tiny model, with these in place of, or beside, the usual ones."""
-    usual = {"port": 0, "prefill_chunk": 16, "page_size": 4, "max_model_len": 96, "start_timeout": 600}
-    named = {"model": model, "served_model_name": MODEL, **usual, **options}
+    named = {"model": model, "served_model_name": MODEL, "port": 0, **SIZES, "start_timeout": 600, **options}
     return [text for name, value in named.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
 
@@ -73,7 +74,7 @@ def complete(url: str, model: str, prompt: str, tokens: int) -> str:
 
 def group_on(network: Namespaces, command: list[str], **settings) -> Group:
     """A group with one process on each host of a network. command, settings: as of `Group`."""
-    return Group(command, network.count, stuck=600, address=network.address(0), before=network.inside, **settings)
+    return Group(command, network.count, address=network.address(0), before=network.inside, **settings)
 
 
 def group_serving_on(network: Namespaces, options: list[str]) -> Group:
@@ -96,9 +97,9 @@ class Workers:
         if network is not None:
             self.processes = group_on(network, command, timeout=600, heartbeat=60)
         elif count > 1:
-            self.processes = Group(command, count, stuck=600, timeout=600)
+            self.processes = Group(command, count, timeout=600)
         else:
-            self.processes = Processes([[sys.executable, *command]], stuck=600)
+            self.processes = Processes([[sys.executable, *command]])
         self._answers = 0
         self._answer()
 

@@ -33,7 +33,7 @@ DEVICES = {
     "RTX 4090": 24564,
 }
 """MiB of a device, as nvidia-smi shows them."""
-W4AFP8 = dataclasses.replace(PRECISIONS["fp8"], name="w4afp8", expert=0.5 + 2 / 128, mlp_bytes=PRECISIONS["fp8"].linear)
+W4AFP8 = dataclasses.replace(PRECISIONS["fp8"], name="w4afp8", expert=0.5 + 2 / 128, packs_mlp=False)
 """Routed experts in four bits with a bf16 scale for 128, everything else in FP8."""
 
 
@@ -50,12 +50,8 @@ def judge(row: dict[str, str]) -> Verdict:
         engine=row["engine"],
         device_bytes=DEVICES[row["device"]] * 2**20,
         fraction=float(row["fraction"]),
-        prefill_tokens=int(row["prefill_tokens"]),
-        longest=int(row["longest"]),
-        sampled=int(row["sampled"]),
-        graphs=row["graphs"] == "1",
-        deepep=row["deepep"] == "1",
-        mtp=row["mtp"] == "1",
+        **{name: int(row[name]) for name in ("prefill_tokens", "longest", "sampled")},
+        **{name: row[name] == "1" for name in ("graphs", "deepep", "mtp")},
     )
     return fit(config, parse_layout(row["mesh"], int(row["redundant"]), config), _precision(row), launch)
 

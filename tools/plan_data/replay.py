@@ -46,8 +46,8 @@ from dsjax.plan.fit import Launch, fit
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.operations import FLASHINFER_FP8_RATE
-from dsjax.plan.operator_tables import BUNDLED, OperatorTables
-from dsjax.plan.precision import precision
+from dsjax.plan.operator_tables import BUNDLED, BUNDLED_FOLDER, OperatorTables, operator_tables
+from dsjax.plan.precision import named_precision
 from dsjax.plan.simulation.outcome import SimulationOutcome, reported, simulate
 from dsjax.plan.simulation.service import OfferedLoad
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
@@ -146,11 +146,13 @@ def _side(text: str) -> tuple[int, str]:
     return (int(count), mesh) if several else (1, text)
 
 
+@functools.cache
 def _tables(name: str, without: str) -> OperatorTables:
     version, _, table = name.partition(" without ")
     if not version or without == "tables":
         return BUNDLED
-    return BUNDLED.of_version(version).without(table) if table else BUNDLED.of_version(version)
+    tables = operator_tables(BUNDLED_FOLDER / version)
+    return tables.without(table) if table else tables
 
 
 def cluster_of(run: Run, devices: int) -> Cluster:
@@ -180,7 +182,7 @@ def _work(run: Run) -> Workload:
 
 def _options(run: Run, without: str) -> PlanOptions:
     how = {"drafts": run.drafts, "acceptance": ACCEPTANCE, "engine": run.started(without)}
-    return PlanOptions(precision(PRECISIONS[run.weights], run.cache), overlap="off", **how)
+    return PlanOptions(named_precision(PRECISIONS[run.weights], run.cache), overlap="off", **how)
 
 
 def _with_memory(cluster: Cluster, room: int) -> Cluster:

@@ -30,8 +30,8 @@ _DROPPED_WITH_VALUE = ("--only", "--api-key", "--admin-api-key")
 _DROPPED = ("--fresh", "--list", "--progress", "--no-progress")
 
 
-@options_of(what=ListOptions, server=ServerOptions, others=TestBedOptions)
-def accept(what: ListOptions, server: ServerOptions, others: TestBedOptions) -> None:
+@options_of(selection=ListOptions, server=ServerOptions, bed_options=TestBedOptions)
+def accept(selection: ListOptions, server: ServerOptions, bed_options: TestBedOptions) -> None:
     """Run the acceptance checklist of a deployment plan against an OpenAI-compatible server.
 
     Exit status 0: every criterion is met; 3: one is missed; 4: none is missed, but one could not be tested. After Ctrl-C or SIGTERM,
@@ -45,29 +45,30 @@ def accept(what: ListOptions, server: ServerOptions, others: TestBedOptions) -> 
     from dsjax.bench.serve.client import run
     from dsjax.plan.measured import read_network
 
-    whole = _recipe(what) if what.recipe else load_checklist(what.criteria, quick=what.quick)
-    checklist, hooks = whole.selected(what.only), parse_hooks(others.hook or (), whole.hooks)
+    whole = _recipe(selection) if selection.recipe else load_checklist(selection.criteria, quick=selection.quick)
+    checklist = whole.selected(selection.only)
+    hooks = parse_hooks(bed_options.hook or (), whole.hooks)
     network = None
-    if others.network is not None:
-        read_network(others.network)  # validates the file as dsjax plan does
-        network = json.loads(Path(others.network).read_text(encoding="utf-8"))
+    if bed_options.network is not None:
+        read_network(bed_options.network)  # validates the file as dsjax plan does
+        network = json.loads(Path(bed_options.network).read_text(encoding="utf-8"))
     try:
-        report = run(_accept(what, server, others, checklist, hooks, network))
+        report = run(_accept(selection, server, bed_options, checklist, hooks, network))
     except (KeyboardInterrupt, asyncio.CancelledError):
-        print(f"interrupted: the same command goes on from {what.results}", file=sys.stderr)
+        print(f"interrupted: the same command goes on from {selection.results}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
     if report is None:
         return
     report_console().print(report.table())
-    print(f"{what.results}/report.md, report.json, report.xml")
+    print(f"{selection.results}/report.md, report.json, report.xml")
     if code := exit_status(report.judged):
         raise typer.Exit(code)
 
 
 async def _accept(
-    what: ListOptions,
+    selection: ListOptions,
     server: ServerOptions,
-    others: TestBedOptions,
+    bed_options: TestBedOptions,
     checklist: "Checklist",
     hooks: Mapping[str, str],
     network: Mapping[str, Any] | None,
@@ -84,41 +85,44 @@ async def _accept(
     say = partial(print, file=sys.stderr, flush=True)
     async with open_session(server.api_key) as session:
         ready = await ReadyServer.connect(session, server)
-        bed = TestBed(ready, others, network, hooks, secrets.randbits(31), Console(stderr=True), what.progress)
-        seconds = {name: expected(one, bed) for name, one in checklist.measurements.items()}
+        bed = TestBed(
+            ready, bed_options, network, hooks, secrets.randbits(31), Console(stderr=True), selection.progress
+        )
+        seconds = {name: expected(measurement, bed) for name, measurement in checklist.measurements.items()}
         takes = f"about {time_text(sum(seconds.values()))}"
-        if what.show_list:
+        if selection.show_list:
             rows = []
-            for name, one in checklist.measurements.items():
+            for name, measurement in checklist.measurements.items():
                 criteria = [f"{c.value} {c.bound_text}" for c in checklist.criteria if c.measurement == name]
-                why = one.why_not(bed)
-                said = f"{one.title}; not testable: {why}" if why else one.title
-                rows.append((name, time_text(seconds[name]), said, "; ".join(criteria) or "reported only"))
+                why = measurement.why_not(bed)
+                line = f"{measurement.title}; not testable: {why}" if why else measurement.title
+                rows.append((name, time_text(seconds[name]), line, "; ".join(criteria) or "reported only"))
             names = ("<<measurement", "takes", "<<what", "<<criteria")
             report_console().print(table(f"{checklist.name}: {takes}", names, rows))
             return None
-        folder, command = Path(what.results), typed(sys.argv[1:])
-        results = read_results(folder, ready.url, fresh=what.fresh)
+        folder = Path(selection.results)
+        command = typed(sys.argv[1:])
+        results = read_results(folder, ready.url, fresh=selection.fresh)
         say(f"{ready.facts.model} at {ready.url}: {len(seconds)} measurements, {takes}")
-        report = Report(
-            checklist, results, ready.url, ready.facts.model, what.criteria or what.recipe, what.quick, command
-        )
+        file = selection.criteria or selection.recipe
+        report = Report(checklist, results, ready.url, ready.facts.model, file, selection.quick, command)
         # Also called before the first measurement, so that an unwritable folder fails before an hour of load.
         write = partial(report.write, folder)
-        await run_measurements(checklist, bed, results, fresh=what.fresh, say=say, on_result=write)
+        await run_measurements(checklist, bed, results, fresh=selection.fresh, say=say, on_result=write)
     return report
 
 
-def _recipe(what: ListOptions) -> "Checklist":
+def _recipe(selection: ListOptions) -> "Checklist":
     from dsjax.bench.accept.criteria import predicted_checklist
     from dsjax.plan.recipe import read_recipe
 
-    return predicted_checklist(read_recipe(Path(what.recipe)), quick=what.quick)
+    return predicted_checklist(read_recipe(Path(selection.recipe)), quick=selection.quick)
 
 
 def typed(words: Sequence[str]) -> str:
     """Return the command as typed, without API keys, `--only`, `--fresh`, `--list` and the progress options."""
-    kept, skip = [], False
+    words_to_show = []
+    skip = False
     for word in words:
         flag = word.partition("=")[0]
         if skip:
@@ -126,5 +130,5 @@ def typed(words: Sequence[str]) -> str:
         elif flag in _DROPPED_WITH_VALUE:
             skip = "=" not in word
         elif flag not in _DROPPED:
-            kept.append(word)
-    return shlex.join(["dsjax", *([] if kept[:1] == ["accept"] else ["accept"]), *kept])
+            words_to_show.append(word)
+    return shlex.join(["dsjax", *([] if words_to_show[:1] == ["accept"] else ["accept"]), *words_to_show])

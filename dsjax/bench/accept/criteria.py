@@ -29,21 +29,17 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class Criterion:
-    """A bound on one value of a measurement.
-
-    measurement, value: their names. kind, bound: `below`, `at_most`, `above` or `at_least` with a number, or `between` with two.
-    warning, failing: further bounds that grade a missed value; None if the plan has none.
-    """
+    """A bound on one value of a measurement."""
 
     id: str
-    measurement: str
-    value: str
+    measurement: str  # name of the measurement
+    value: str  # name of its value
     unit: str  # of the value
-    kind: str
-    bound: float | tuple[float, float]
+    kind: str  # `below`, `at_most`, `above`, `at_least` or `between`
+    bound: float | tuple[float, float]  # one number, or two for `between`
     source: str  # of the bound
-    warning: float | None = None
-    failing: float | None = None
+    warning: float | None = None  # further bound that grades a missed value; None if the plan has none
+    failing: float | None = None  # likewise
     note: str = ""  # caveat for the report
 
     def is_met_by(self, value: float) -> bool:
@@ -89,8 +85,9 @@ class Checklist:
         """Return the part that `--only` selects: criteria, or measurements with all their criteria. Raises `OptionError`: no match."""
         if only is None:
             return self
-        ids, names = {c.id for c in self.criteria}, set(self.measurements)
-        kept, whole = set(), set()
+        ids = {c.id for c in self.criteria}
+        names = set(self.measurements)
+        ids_to_keep, whole = set(), set()
         for word in (part.strip() for part in only.split(",")):
             named = fnmatch.filter(ids, word), fnmatch.filter(names, word)
             if not any(named):
@@ -98,9 +95,9 @@ class Checklist:
                 raise OptionError(
                     f"--only has {word!r}, which names no criterion and no measurement; measurements: {measurements}"
                 )
-            kept.update(named[0])
+            ids_to_keep.update(named[0])
             whole.update(named[1])
-        chosen = [c for c in self.criteria if c.id in kept or c.measurement in whole]
+        chosen = [c for c in self.criteria if c.id in ids_to_keep or c.measurement in whole]
         needed = whole | {c.measurement for c in chosen}
         measurements = {name: m for name, m in self.measurements.items() if name in needed}
         return dataclasses.replace(self, measurements=measurements, criteria=chosen)
@@ -141,10 +138,10 @@ def load_checklist(name_or_path: str, *, quick: bool = False) -> Checklist:
     """
     where = f"criteria {name_or_path!r}"
     file = convert(where, read_toml("criteria", "acceptance", name_or_path), _File)
-    measurements = {name: _measurement(where, name, one, quick) for name, one in file.measurements.items()}
-    criteria = [_criterion(where, k, one, measurements) for k, one in enumerate(file.criteria, 1)]
+    measurements = {name: _measurement(where, name, table, quick) for name, table in file.measurements.items()}
+    criteria = [_criterion(where, k, table, measurements) for k, table in enumerate(file.criteria, 1)]
     ids = [c.id for c in criteria]
-    if twice := sorted({one for one in ids if ids.count(one) > 1}):
+    if twice := sorted({criterion_id for criterion_id in ids if ids.count(criterion_id) > 1}):
         raise UserError(f"{where}: several criteria are called {', '.join(twice)}; give each a name of its own")
     return Checklist(file.name, file.description, measurements, criteria)
 
@@ -153,31 +150,32 @@ def _measurement(where: str, name: str, table: dict[str, Any], quick: bool) -> M
     where = f"{where}: measurement {name}"
     if table.get("kind") not in list(KINDS):
         raise UserError(f"{where}: kind is {table.get('kind')!r}, expected one of {', '.join(KINDS)}")
-    kind, short = KINDS[table["kind"]], table.get("quick", {})
+    kind = KINDS[table["kind"]]
+    short = table.get("quick", {})
     if not isinstance(short, dict):
         raise UserError(f"{where}: quick is {short!r}, expected a table of fields that are shorter with --quick")
-    given = {key: value for key, value in table.items() if key not in ("kind", "quick")} | {"name": name}
+    fields = {key: value for key, value in table.items() if key not in ("kind", "quick")} | {"name": name}
     check_fields(f"{where}: quick", short, [field.name for field in dataclasses.fields(kind)], ())
     # Convert both, so that a mistake in `quick` is reported without --quick too.
-    return [convert(where, values, kind) for values in (given, given | short)][quick]
+    return [convert(where, values, kind) for values in (fields, fields | short)][quick]
 
 
 def _criterion(where: str, number: int, table: dict[str, Any], measurements: Mapping[str, Measurement]) -> Criterion:
     where = f"{where}: criterion {table.get('id', number)}"
-    one = convert(where, table, _Criterion)
-    bounds = {name: bound for name in _BOUNDS if (bound := getattr(one, name)) is not None}
+    parsed = convert(where, table, _Criterion)
+    bounds = {name: bound for name in _BOUNDS if (bound := getattr(parsed, name)) is not None}
     if len(bounds) != 1:
         raise UserError(f"{where}: found {' and '.join(bounds) or 'no bound'}, expected one of {', '.join(_BOUNDS)}")
-    if one.measurement not in measurements:
-        raise UserError(f"{where}: there is no measurement {one.measurement!r}; there are {', '.join(measurements)}")
-    units = measurements[one.measurement].UNITS
-    if one.value not in units:
-        raise UserError(f"{where}: {one.measurement} gives no {one.value!r}; it gives {', '.join(units)}")
-    if one.between and one.between[0] > one.between[1]:
-        raise UserError(f"{where}: between is {one.between!r}, expected the smaller number first")
+    if parsed.measurement not in measurements:
+        raise UserError(f"{where}: there is no measurement {parsed.measurement!r}; there are {', '.join(measurements)}")
+    units = measurements[parsed.measurement].UNITS
+    if parsed.value not in units:
+        raise UserError(f"{where}: {parsed.measurement} gives no {parsed.value!r}; it gives {', '.join(units)}")
+    if parsed.between and parsed.between[0] > parsed.between[1]:
+        raise UserError(f"{where}: between is {parsed.between!r}, expected the smaller number first")
     [(kind, bound)] = bounds.items()
-    others = {name: getattr(one, name) for name in ("source", "warning", "failing", "note")}
-    return Criterion(one.id, one.measurement, one.value, units[one.value], kind, bound, **others)
+    others = {name: getattr(parsed, name) for name in ("source", "warning", "failing", "note")}
+    return Criterion(parsed.id, parsed.measurement, parsed.value, units[parsed.value], kind, bound, **others)
 
 
 _STAYS, _LEAST_SECONDS = {False: 20, True: 3}, {False: 300.0, True: 30.0}
@@ -186,7 +184,7 @@ _KEPT_UP = 0.9
 """Required share of the offered rate; below 1 because requests in flight at the end are not counted."""
 
 
-def predicted_checklist(made: Mapping[str, Any], *, quick: bool = False) -> Checklist:
+def predicted_checklist(recipe: Mapping[str, Any], *, quick: bool = False) -> Checklist:
     """Return criteria of a recipe (`dsjax.plan.recipe.read_recipe`): rate, TPOT and TTFT of its workload within the predicted intervals.
 
     If the recipe names no load, use as many sessions as its batches hold. Rate and TPOT have the 90 % intervals of blind predictions,
@@ -195,10 +193,11 @@ def predicted_checklist(made: Mapping[str, Any], *, quick: bool = False) -> Chec
     Raises:
         UserError: the recipe assumes prefix hits or request classes, which the load does not generate.
     """
-    work, expected, held = made["workload"], made["expected"], made["calibrated"]
+    work, expected, held = recipe["workload"], recipe["expected"], recipe["calibrated"]
     if work["prefix_hit"] or work["classes"]:
         raise UserError("--recipe has prefix hits or classes of requests, and the load has neither; plan without them")
-    rate, output = work["requests_per_s"] or 0.0, round(work["output_tokens"])
+    rate = work["requests_per_s"] or 0.0
+    output = round(work["output_tokens"])
     most = expected["batch_per_dp_rank"] * MeshSpec.parse(expected["mesh"]).dp_size * expected["instances"]
     sessions = 0 if rate else max(1, round(work["concurrency"] or most))
     stay = expected["ttft_s"]["value"] + output * expected["tpot_s"]["value"]
@@ -223,8 +222,9 @@ def predicted_checklist(made: Mapping[str, Any], *, quick: bool = False) -> Chec
         for name, (figure, source) in bounds.items()
     ]
     if rate:
-        wanted, name = _KEPT_UP * rate * output, "output_tokens_per_s"
-        criteria[0] = Criterion(name, "load", name, "tokens/s", "at_least", wanted, "nine tenths of the offered rate")
+        least = _KEPT_UP * rate * output
+        name = "output_tokens_per_s"
+        criteria[0] = Criterion(name, "load", name, "tokens/s", "at_least", least, "nine tenths of the offered rate")
     criteria.append(Criterion("error_share", "load", "error_share", "", "at_most", 0.0, "every request is answered"))
-    about = f"What dsjax plan predicted for {expected['instances']} × {expected['mesh']} of {made['model']} on {made['cluster']}"
-    return Checklist(f"{made['model']} on {made['cluster']}", about, {"load": load}, criteria)
+    about = f"What dsjax plan predicted for {expected['instances']} × {expected['mesh']} of {recipe['model']} on {recipe['cluster']}"
+    return Checklist(f"{recipe['model']} on {recipe['cluster']}", about, {"load": load}, criteria)

@@ -26,15 +26,12 @@ _STYLES = {"met": "green", "missed": "bold red", "not tested": "yellow"}
 
 @dataclass(frozen=True)
 class Report:
-    """Outcome of a run.
-
-    base_url, model: of the server.
-    """
+    """Outcome of a run."""
 
     checklist: Checklist  # the criteria and measurements
     results: Mapping[str, Result]  # by measurement name
-    base_url: str
-    model: str
+    base_url: str  # the server's
+    model: str  # the server's
     criteria_file: str  # value of `--criteria` or `--recipe`
     quick: bool  # whether `--quick` shortened the durations
     command: str  # as typed, without keys and `--only`
@@ -75,20 +72,20 @@ class Report:
             "partial": self.partial,
             "criteria": [
                 {
-                    "id": one.criterion.id,
-                    "measurement": one.criterion.measurement,
-                    "value_name": one.criterion.value,
-                    "value": one.value,
-                    "unit": one.criterion.unit,
-                    "bound": one.criterion.bound_text,
-                    "verdict": one.verdict,
-                    "grade": one.grade,
-                    "reason": one.reason,
-                    "source": one.criterion.source,
-                    "note": one.criterion.note,
-                    "command": self.alone(one.criterion.id),
+                    "id": item.criterion.id,
+                    "measurement": item.criterion.measurement,
+                    "value_name": item.criterion.value,
+                    "value": item.value,
+                    "unit": item.criterion.unit,
+                    "bound": item.criterion.bound_text,
+                    "verdict": item.verdict,
+                    "grade": item.grade,
+                    "reason": item.reason,
+                    "source": item.criterion.source,
+                    "note": item.criterion.note,
+                    "command": self.alone(item.criterion.id),
                 }
-                for one in judged
+                for item in judged
             ],
             "measurements": {name: result.to_json() for name, result in self.results.items()},
         }
@@ -96,9 +93,9 @@ class Report:
     def markdown(self) -> str:
         """Return the report as Markdown."""
         reasons: dict[str, list[str]] = {}
-        for one in self.judged:
-            if one.reason:
-                reasons.setdefault(f"{one.verdict}: {one.reason}", []).append(f"`{one.criterion.id}`")
+        for judged in self.judged:
+            if judged.reason:
+                reasons.setdefault(f"{judged.verdict}: {judged.reason}", []).append(f"`{judged.criterion.id}`")
         return (
             filled(
                 "acceptance", "report.md", report=self, reasons=reasons, worst=worst, value_of=_value, figure=figure
@@ -108,8 +105,8 @@ class Report:
 
     def junit(self) -> str:
         """Return the report as JUnit XML: a suite for each measurement, a case for each criterion."""
-        names = dict.fromkeys(one.criterion.measurement for one in self.judged)
-        suites = {name: [one for one in self.judged if one.criterion.measurement == name] for name in names}
+        names = dict.fromkeys(judged.criterion.measurement for judged in self.judged)
+        suites = {name: [judged for judged in self.judged if judged.criterion.measurement == name] for name in names}
         return (
             _NOT_OF_XML.sub("�", filled("acceptance", "report.xml", report=self, suites=suites, figure=figure)) + "\n"
         )
@@ -127,10 +124,11 @@ class Report:
 
     def table(self) -> Table:
         """Return the verdicts as a table for the console."""
-        rows = [(one.criterion.id, _value(one), one.criterion.bound_text, one.said) for one in self.judged]
-        title, styles = f"{self.checklist.name}: {worst(self.judged)}", [_STYLES[one.verdict] for one in self.judged]
+        rows = [(item.criterion.id, _value(item), item.criterion.bound_text, item.said) for item in self.judged]
+        title = f"{self.checklist.name}: {worst(self.judged)}"
+        styles = [_STYLES[judged.verdict] for judged in self.judged]
         return table(title, ("<criterion", "value", "bound", "<<verdict"), rows, styles)
 
 
-def _value(one: Judged) -> str:
-    return "" if one.value is None else figure(one.value, one.criterion.unit)
+def _value(judged: Judged) -> str:
+    return "" if judged.value is None else figure(judged.value, judged.criterion.unit)

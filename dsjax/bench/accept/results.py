@@ -22,13 +22,10 @@ MISSED, NOT_TESTED = 3, 4
 
 @dataclass
 class Result:
-    """Outcome of one measurement, completed or attempted.
+    """Outcome of one measurement, completed or attempted."""
 
-    kind, title: of the measurement.
-    """
-
-    kind: str
-    title: str
+    kind: str  # the measurement's
+    title: str  # the measurement's
     fingerprint: str  # of everything that the values depend on
     started: str  # UTC, ISO 8601
     seconds: float  # duration
@@ -66,11 +63,11 @@ def read_results(folder: Path, base_url: str, *, fresh: bool) -> dict[str, Resul
             raise ValueError("it is no report of dsjax accept")
         if body.get("format") != FORMAT:
             raise ValueError(f"its format is {body.get('format')!r}, expected {FORMAT!r}")
-        found = {name: Result.from_json(one) for name, one in body["measurements"].items()}
+        results = {name: Result.from_json(result) for name, result in body["measurements"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"cannot go on from {path}: {why_unreadable(error)}; give another --results") from error
     if body["base_url"] == base_url:
-        return found
+        return results
     if fresh:
         return {}
     raise UserError(
@@ -81,11 +78,11 @@ def read_results(folder: Path, base_url: str, *, fresh: bool) -> dict[str, Resul
 def fingerprint(measurement: Measurement, bed: TestBed) -> str:
     """Return a hash of everything a measurement's values depend on: fields, server, request options, hooks and files."""
     o = bed.server.options
-    asked = [o.endpoint, o.ignore_eos, o.extra_body, o.temperature, o.prompt_form, o.request_timeout]
+    server_options = [o.endpoint, o.ignore_eos, o.extra_body, o.temperature, o.prompt_form, o.request_timeout]
     parts = {
         "kind": measurement.KIND,
         "fields": dataclasses.asdict(measurement),
-        "server": [bed.server.url, bed.server.facts.model, *asked],
+        "server": [bed.server.url, bed.server.facts.model, *server_options],
         "others": measurement.depends_on(bed),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
@@ -93,12 +90,12 @@ def fingerprint(measurement: Measurement, bed: TestBed) -> str:
 
 @dataclass(frozen=True)
 class Judged:
-    """A criterion with its verdict. value: None if not measured; reason: why."""
+    """A criterion with its verdict."""
 
     criterion: Criterion
     verdict: Verdict
-    value: float | None = None
-    reason: str = ""
+    value: float | None = None  # None if not measured
+    reason: str = ""  # why the value is None
 
     @property
     def grade(self) -> str | None:
@@ -124,7 +121,7 @@ def judge(criterion: Criterion, result: Result | None) -> Judged:
 
 def worst(judged: Iterable[Judged]) -> Verdict:
     """Return the worst verdict: missed, then not tested, then met."""
-    verdicts = {one.verdict for one in judged}
+    verdicts = {item.verdict for item in judged}
     return next((verdict for verdict in ("missed", "not tested") if verdict in verdicts), "met")
 
 
@@ -147,7 +144,7 @@ async def run_measurements(
     First drop results of measurements whose definition, server or options have changed. fresh: repeat measurements that have results.
     say: called with each line of progress. on_result: called before the first measurement, and after each.
     """
-    marks = {name: fingerprint(one, bed) for name, one in checklist.measurements.items()}
+    marks = {name: fingerprint(measurement, bed) for name, measurement in checklist.measurements.items()}
     for name, mark in marks.items():
         if name in results and results[name].fingerprint != mark:
             del results[name]
@@ -157,9 +154,9 @@ async def run_measurements(
         say(f"{len(marks) - len(todo)} of {len(marks)} measurements are done already; --fresh measures them again")
     for number, name in enumerate(todo, 1):
         left = sum(expected(checklist.measurements[other], bed) for other in todo[number - 1 :])
-        one = checklist.measurements[name]
-        say(f"{number} of {len(todo)}: {one.title} ({name}); {time_text(left)} left")
-        results[name] = await _result(one, marks[name], bed)
+        measurement = checklist.measurements[name]
+        say(f"{number} of {len(todo)}: {measurement.title} ({name}); {time_text(left)} left")
+        results[name] = await _result(measurement, marks[name], bed)
         if results[name].measured is None:
             say(f"  not tested: {results[name].reason}")
         on_result()
@@ -180,8 +177,10 @@ def time_text(seconds: float) -> str:
 
 
 async def _result(measurement: Measurement, mark: str, bed: TestBed) -> Result:
-    started, zero = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), time.monotonic()
-    reason, measured = measurement.why_not(bed), None
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    zero = time.monotonic()
+    reason = measurement.why_not(bed)
+    measured = None
     if reason is None:
         try:
             measured = await measurement.measure(bed)

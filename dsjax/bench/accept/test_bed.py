@@ -21,7 +21,7 @@ from dsjax.bench.serve.options import WorkloadOptions
 from dsjax.bench.serve.ready_server import ReadyServer
 from dsjax.bench.serve.records import BenchRequest, RequestRecord
 from dsjax.options import OptionError
-from dsjax.progress import counting
+from dsjax.progress import report_progress
 
 _SCALE = "scale:"
 _MOST_OUTPUT = 300
@@ -41,7 +41,7 @@ class Hooks:
 
     def why_not(self, name: str) -> str | None:
         """Return which of a fault's two commands are missing; None if both are given."""
-        missing = [f"--hook {each}=COMMAND" for each in (name, f"{name}-end") if each not in self.commands]
+        missing = [f"--hook {hook}=COMMAND" for hook in (name, f"{name}-end") if hook not in self.commands]
         if not missing:
             return None
         return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not given: what makes this fault, and ends it"
@@ -73,8 +73,8 @@ class Hooks:
                 raise NotTestedError(f"{hook} did not end within {self.timeout:g} s") from None
             raise
         if process.returncode:
-            said = " ".join(output.decode("utf-8", "replace").split())[-_MOST_OUTPUT:]
-            raise NotTestedError(f"{hook} ended with {process.returncode}: {said or 'it said nothing'}")
+            text = " ".join(output.decode("utf-8", "replace").split())[-_MOST_OUTPUT:]
+            raise NotTestedError(f"{hook} ended with {process.returncode}: {text or 'it said nothing'}")
 
 
 def parse_hooks(words: Sequence[str], known: Sequence[str]) -> dict[str, str]:
@@ -85,7 +85,8 @@ def parse_hooks(words: Sequence[str], known: Sequence[str]) -> dict[str, str]:
     Raises:
         OptionError: a word without a command, or a name that no measurement uses.
     """
-    names, hooks = [*known, *(f"{name}-end" for name in known)], {}
+    names = [*known, *(f"{name}-end" for name in known)]
+    hooks = {}
     for word in words:
         name, _, command = word.partition("=")
         if not command.strip():
@@ -98,21 +99,28 @@ def parse_hooks(words: Sequence[str], known: Sequence[str]) -> dict[str, str]:
     return hooks
 
 
+@dataclass(frozen=True)
+class Sessions:
+    """Closed-loop sessions that run in a task."""
+
+    task: asyncio.Task[LoadResult]
+    started: list[RequestRecord]  # records of the requests sent so far
+    stop: asyncio.Event  # once set, no further request is sent
+    zero: float  # `TestBed.clock()` at the start
+
+
 _ADMIN_TIMEOUT = aiohttp.ClientTimeout(total=600)
 
 
 @dataclass(frozen=True)
 class TestBed:
-    """Everything that measurements use.
-
-    seed: of this run's prompts; differs between runs, so that no prompt is in the server's prefix cache already.
-    """
+    """Everything that measurements use."""
 
     server: ReadyServer
     options: TestBedOptions
     network: Mapping[str, Any] | None  # the JSON of `dsjax bench network`; None if not given
     commands: Mapping[str, str]  # the user's hooks
-    seed: int
+    seed: int  # of this run's prompts; differs between runs, so that no prompt is in the server's prefix cache already
     console: Console
     progress: bool
     draws: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # draws of workloads, used once
@@ -138,25 +146,22 @@ class TestBed:
             raise NotTestedError(str(error)) from error
         most = self.server.facts.max_model_len
         if workload.dataset_name == "sharegpt":  # each draw of a file is the same
-            return itertools.cycle(dataset.draw(next(self.draws), most)[0])
-        return itertools.chain.from_iterable(dataset.draw(draw, most)[0] for draw in self.draws)
+            return itertools.cycle(dataset.fitting_requests(next(self.draws), most)[0])
+        return itertools.chain.from_iterable(dataset.fitting_requests(draw, most)[0] for draw in self.draws)
 
     @contextlib.asynccontextmanager
-    async def sessions(
-        self, source: Iterator[BenchRequest], count: int
-    ) -> AsyncIterator[tuple[asyncio.Task[LoadResult], list[RequestRecord], asyncio.Event, float]]:
-        """Run `count` sessions; yield (their task, records of started requests, event that stops the sending, clock at the start).
-
-        Leaving the block cancels sessions that still run.
-        """
-        records, until, zero = [], asyncio.Event(), self.clock()
-        sending = run_load(self.server.client, source, None, count, until=until, zero=zero, on_start=records.append)
-        load = asyncio.create_task(sending)
+    async def sessions(self, source: Iterator[BenchRequest], count: int) -> AsyncIterator[Sessions]:
+        """Run `count` sessions. Leaving the block cancels sessions that still run."""
+        started: list[RequestRecord] = []
+        stop = asyncio.Event()
+        zero = self.clock()
+        sending = run_load(self.server.client, source, None, count, until=stop, zero=zero, on_start=started.append)
+        task = asyncio.create_task(sending)
         try:
-            yield load, records, until, zero
+            yield Sessions(task, started, stop, zero)
         finally:
-            load.cancel()
-            await asyncio.gather(load, return_exceptions=True)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     def watch(self, interval: float) -> ServerWatch:
         """Return a watch of the server that polls every `interval` seconds."""
@@ -164,10 +169,11 @@ class TestBed:
 
     async def admin(self, path: str, body: Mapping[str, Any] | None = None) -> str | None:
         """Post to one of dsjax's admin endpoints; return an error message or None."""
-        key, url = self.options.admin_api_key, self.server.url + path
-        how = {"headers": {"Authorization": f"Bearer {key}"} if key else {}, "timeout": _ADMIN_TIMEOUT}
+        key = self.options.admin_api_key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        url = self.server.url + path
         try:
-            async with self.server.session.post(url, json=body, **how) as response:
+            async with self.server.session.post(url, json=body, headers=headers, timeout=_ADMIN_TIMEOUT) as response:
                 text = await response.text()
                 return None if response.status == 200 else f"{path} answered {response.status}: {text[:300]}"
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
@@ -184,14 +190,14 @@ class TestBed:
         while self.clock() < until and sum(r.error is not None or r.finish_reason is not None for r in started) < count:
             await asyncio.sleep(0.05)
 
-    def counting(self, title: str, total: int) -> contextlib.AbstractContextManager[Callable[[int, str], None]]:
+    def report_progress(self, title: str, total: int) -> contextlib.AbstractContextManager[Callable[[int, str], None]]:
         """Show the progress of `total` items."""
-        return counting(self.console, self.progress, title, total)
+        return report_progress(self.console, self.progress, title, total)
 
     @contextlib.asynccontextmanager
     async def clocked(self, title: str, seconds: float) -> AsyncIterator[None]:
         """Show the elapsed part of `seconds`."""
-        with self.counting(title, max(1, round(seconds))) as report:
+        with self.report_progress(title, max(1, round(seconds))) as report:
 
             async def tick() -> None:
                 for second in range(round(seconds) + 1):

@@ -1,24 +1,29 @@
-"""Attention benchmark cases: each MLA form by rows and context, from the projections and cache write to the output projection."""
+"""Attention benchmark cases by rows and context, from the projections and cache write to the output projection."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from dsjax.bench.modules.run import ModuleCase, ModuleWork
 from dsjax.bench.modules.setting import LayerStack, Setting
 from dsjax.bench.modules.timing import PreparedCase, device_loop
-from dsjax.model.attention import AttentionFamily
+from dsjax.engine.device import cache as device_cache
+from dsjax.engine.schedule.pages import window_columns
+from dsjax.model.cache_groups import TABLES
 from dsjax.model.forms import Form
-from dsjax.model.layer_values import Tokens
-from dsjax.model.mla_costs import mla_cost
-from dsjax.model.paging import Cache, Rows
-from dsjax.model.parameters import storage_dtype
-from dsjax.model.rope import Rotation
-from dsjax.model.transformer import MLA
+from dsjax.model.layer_costs import attention_cost
+from dsjax.model.layer_values import Layer
+from dsjax.model.paging import Cache
+from dsjax.model.rows import GroupShape, RowGroup
+from dsjax.model.step import ModelStep
+from dsjax.model.transformer import attention_of
 
 MOST_CACHE = 1 << 30
 """Maximum bytes of cache. If the layers do not all fit, the benchmark cycles through the cache layers that do."""
@@ -26,18 +31,28 @@ MOST_CACHE = 1 << 30
 
 @dataclass(frozen=True, eq=False)
 class AttentionShape:
-    """The step's attention in one MLA form: rows of `chunk` tokens, each of which attends to the `cached` positions before it."""
+    """The step's attention of one kind and form: rows of `chunk` tokens, each of which attends to the `cached` positions before it.
+
+    kind: see `LayerKind`. in_model: number of the model's layers with it.
+    """
 
     setting: Setting
+    kind: str
+    in_model: int
     form: Form
     rows: int
     chunk: int
     cached: int
 
+    def step_of(self, layers: int) -> ModelStep:
+        """Return the step of a model with only so many layers of this kind, and a cache in the layout that the form reads."""
+        config = self.setting.config.with_layers(self.kind, layers)
+        return replace(self.setting.step, config=config, prefill_form=self.form, decode_form=self.form)
+
     @cached_property
-    def attention(self) -> AttentionFamily:
-        """The step's attention, with the cache in the layout that the form reads."""
-        return replace(self.setting.step.attention, config=self.setting.config, layout=self.form.layouts[0])
+    def step(self) -> ModelStep:
+        """The step of `layers` layers."""
+        return self.step_of(self.layers)
 
     @property
     def context(self) -> int:
@@ -45,82 +60,92 @@ class AttentionShape:
         return self.cached + self.chunk
 
     @property
-    def pages(self) -> int:
-        """Pages per row."""
-        return -(-self.context // self.setting.step.page_size)
+    def pages(self) -> dict[str, int]:
+        """Pages of each kind per row."""
+        page = self.setting.step.page_size
+        return {"context": -(-self.context // page), "window": window_columns(self.chunk, page)}
 
     @cached_property
-    def token_bytes(self) -> int:
-        """Cache bytes per token in one layer."""
-        return sum(group.page_bytes for group in self.attention.groups((0,)))
+    def layer_bytes(self) -> int:
+        """Cache bytes of one layer, page 0 included."""
+        step = self.step_of(1)
+        return sum((self.rows * self.pages[table] + 1) * device_cache.bytes_per_page(step, table) for table in TABLES)
 
-    @property
+    @cached_property
     def layers(self) -> int:
         """Number of cache layers: the model's, or as many as fit in `MOST_CACHE`."""
-        one = max(self.rows * self.context * self.token_bytes, 1)
-        return int(max(1, min(self.setting.config.num_hidden_layers, MOST_CACHE // one)))
+        return max(1, min(self.in_model, MOST_CACHE // self.layer_bytes))
 
     def cost(self) -> tuple[float, float]:
         """Return a layer's FLOPs, and the bytes that it moves apart from its weights."""
         shape = {"rows": self.rows, "chunk": self.chunk, "context": self.context}
         attended, itemsize = self.cached + (self.chunk + 1) / 2, self.setting.dtype.itemsize
-        shape |= {"cache_dtype": self.attention.cache_dtype, "activation_itemsize": itemsize, "attended": attended}
-        cost = mla_cost(self.setting.config, self.form, **shape)
+        shape |= {"cache_dtype": self.step.cache_dtype, "activation_itemsize": itemsize, "attended": attended}
+        cost = attention_cost(self.step.config, self.kind, self.form, **shape)
         return cost.flops, cost.cache_read_bytes + cost.cache_write_bytes + cost.activation_bytes
 
-    def arrays(self) -> dict[str, jax.Array]:
-        """Make `x`, positions, page tables and slots."""
+    def arrays(self) -> dict[str, Any]:
+        """Make `x` and the row group, with page tables."""
         setting, page = self.setting, self.setting.step.page_size
         # Pages in random order, as after serving for a while; page 0 is never used.
-        order = np.random.default_rng(setting.seed).permutation(self.rows * self.pages) + 1
-        tables = np.zeros((1, self.rows, -(-setting.max_model_len // page)), np.int32)
-        tables[0, :, : self.pages] = order.reshape(self.rows, self.pages)
-        positions = np.broadcast_to(np.arange(self.cached, self.context), (1, self.rows, self.chunk))
-        slots = np.take_along_axis(tables, positions // page, axis=2) * page + positions % page
+        rng = np.random.default_rng(setting.seed)
+        ordered = {
+            table: (rng.permutation(self.rows * count) + 1).reshape(self.rows, count)
+            for table, count in self.pages.items()
+        }
+        windows = self.pages["window"] if any(g.table == "window" for g in self.step.cache_groups) else 0
+        columns = -(-setting.max_model_len // page)
+        tables = np.zeros((1, self.rows, columns + windows), np.int32)
+        tables[0, :, : self.pages["context"]] = ordered["context"]
+        tables[0, :, columns:] = ordered["window"][:, :windows]
+        per_row = lambda value: jnp.full((1, self.rows), value, jnp.int32)  # noqa: E731
+        shape = GroupShape(self.rows, self.chunk, columns, self.form, windows)
+        tokens = jnp.zeros((1, self.rows, self.chunk), jnp.int32)
         return {
             "x": setting.random((1, self.rows * self.chunk, setting.config.hidden_size)),
-            "positions": jnp.asarray(positions, jnp.int32),
-            "tables": jnp.asarray(tables),
-            "slots": jnp.asarray(slots.reshape(1, -1), jnp.int32),
+            "group": RowGroup(tokens, per_row(self.cached), per_row(self.chunk), jnp.asarray(tables), shape),
         }
 
     def cache(self) -> Cache:
         """Make a zero-filled cache of `layers` layers."""
-        lead = (self.layers, self.rows * self.pages + 1, self.setting.step.page_size)
-        return {
-            name: jnp.zeros((*lead, *width), storage_dtype(dtype, self.setting.platform))
-            for name, (width, dtype) in self.attention.arrays.items()
-        }
+        pages, windows = (self.rows * self.pages[table] + 1 for table in TABLES)
+        described = device_cache.describe(self.step, pages, windows)
+        return {name: jnp.zeros(array.shape, array.dtype) for name, array in described.items()}
 
-    def attend(self, mla: MLA, x: jax.Array, arrays: Mapping[str, jax.Array], cache: Cache, layer):
-        """Run one layer's attention as the step does: projections, cache write, attention, output. Return `(out, cache)`."""
-        config, multiply, attention, form = self.setting.config, self.setting.multiply, self.attention, self.form
-        rotation = Rotation.at(arrays["positions"].reshape(1, -1), config.rope, config.mla.qk_rope_head_dim)
-        p = attention.project(mla, x, rotation, [form], multiply=multiply)
-        tokens = Tokens((), None, None, arrays["slots"], rotation)
-        cache = attention.cache_entries(mla, cache, layer, tokens, p)
-        part = jax.tree.map(lambda a: a.reshape(1, self.rows, self.chunk, *a.shape[2:]), p)
-        rows = Rows(arrays["positions"], arrays["tables"])
-        found = attention.attend(mla, form, cache, layer, None, rows, part)
-        return attention.output(mla, form, found, multiply).reshape(x.shape), cache
+    def attend(self, attention: nnx.Module, x: jax.Array, arrays: Mapping[str, Any], cache: Cache, number):
+        """Run one layer's attention as the step does: projections, cache write, attention, output. Return `(out, cache)`.
+
+        attention: the layer's module. number: its layer of the cache.
+        """
+        step, multiply = self.step, self.setting.multiply
+        family, tokens = step.attention, step.tokens([arrays["group"]])
+        products = {"multiply": multiply, "normalise": step.products.normalise}
+        p = family.project(attention, x, tokens.rotation, [self.form], **products)
+        cache = family.cache_entries(attention, cache, number, tokens, p)
+        layer = Layer(SimpleNamespace(attn=attention), None, number, tokens, None)
+        [found] = step.parts.heads(layer, p, cache)
+        return family.output(attention, self.form, found, multiply).reshape(x.shape), cache
 
 
 def attention_cases(
-    setting: Setting, form: Form, phase: str, shapes: list[tuple[int, int, int]]
+    setting: Setting, kind: str, in_model: int, form: Form, phase: str, shapes: list[tuple[int, int, int]]
 ) -> Iterator[ModuleCase]:
-    """Yield attention cases. shapes: (rows, tokens per row, cached positions). phase: decode, verify (decode with drafts) or prefill."""
-    make = lambda declare: MLA(replace(declare, materialise=form.materialised), setting.config)  # noqa: E731
-    stack = LayerStack.of(setting, make, setting.config.num_hidden_layers)
+    """Yield attention cases. shapes: (rows, tokens per row, cached positions). phase: decode, verify (decode with drafts) or prefill.
+
+    kind, in_model: as in `AttentionShape`.
+    """
+    make = lambda declare: attention_of(replace(declare, materialise=form.materialised), setting.config, kind)  # noqa: E731
+    stack = LayerStack.of(setting, make, in_model)
     for rows, chunk, cached in shapes:
-        shape = AttentionShape(setting, form, rows, chunk, cached)
+        shape = AttentionShape(setting, kind, in_model, form, rows, chunk, cached)
         if shape.context > setting.max_model_len:
             continue
         flops, other = shape.cost()
-        cache = shape.layers * (rows * shape.pages + 1) * setting.step.page_size * shape.token_bytes
-        block = shape.attention.block(rows, chunk)
-        sizes = {"rows": rows, "chunk": chunk, "context": cached, "tokens": rows * chunk, "block": block}
+        sizes = {"rows": rows, "chunk": chunk, "context": cached, "tokens": rows * chunk}
+        sizes |= {"block": shape.step.attention.block(rows, chunk)}
         work, build = ModuleWork(flops, stack.layer_bytes, other), partial(_attention_loop, stack, shape)
-        yield ModuleCase("attention", f"{form} {phase}", sizes, work, stack.nbytes + 2 * cache, build)
+        variant = f"{form if setting.config.family.has_forms else kind} {phase}"
+        yield ModuleCase("attention", variant, sizes, work, stack.nbytes + 2 * shape.layers * shape.layer_bytes, build)
 
 
 def _attention_loop(stack: LayerStack, shape: AttentionShape) -> PreparedCase:
@@ -128,11 +153,10 @@ def _attention_loop(stack: LayerStack, shape: AttentionShape) -> PreparedCase:
     setting, arrays = shape.setting, shape.arrays()
 
     def one_layer(inputs, index, carry):
-        total, cache, layer = carry
-        mla: MLA = stack.layer(inputs["params"], index)
-        out, cache = shape.attend(mla, inputs["x"], inputs, cache, layer)
-        return total + out, cache, (layer + 1) % shape.layers
+        total, cache, number = carry
+        out, cache = shape.attend(stack.layer(inputs["params"], index), inputs["x"], inputs, cache, number)
+        return total + out, cache, (number + 1) % shape.layers
 
     carry = (jnp.zeros_like(arrays["x"]), shape.cache(), jnp.int32(0))
     inputs = arrays | {"params": stack.values(setting.seed)}
-    return device_loop(one_layer, inputs, carry, depth=stack.depth, in_step=setting.config.num_hidden_layers)
+    return device_loop(one_layer, inputs, carry, depth=stack.depth, in_step=shape.in_model)

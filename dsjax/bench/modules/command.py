@@ -15,7 +15,7 @@ from dsjax.cli.output import INTERRUPTED, report_console, write_json
 from dsjax.errors import UserError
 from dsjax.hosts import GroupOptions
 from dsjax.options import check_place
-from dsjax.progress import in_turn
+from dsjax.progress import track
 
 
 @options_of(model=ModelOptions, grid=ModuleGrid, run=RunOptions, group=GroupOptions)
@@ -61,7 +61,7 @@ def _measure(model: ModelOptions, grid: ModuleGrid, run: RunOptions, spec: Any, 
         raise UserError(f"{model.model} has none of {', '.join(grid.modules)}; choose others with --only")
     if not processes.leads:
         pending = [case for case in pending if case.shared]
-    with_progress = in_turn(Console(stderr=True), run.progress and processes.leads, "timing cases", pending)
+    with_progress = track(Console(stderr=True), run.progress and processes.leads, "timing cases", pending)
     results = run_cases(setting, with_progress, ceilings, budget, run.row_limit, processes.agree)
 
     def report() -> None:

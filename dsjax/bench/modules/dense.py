@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,11 +18,15 @@ from jax.sharding import PartitionSpec as P
 from dsjax.bench.modules.run import ModuleCase, ModuleWork
 from dsjax.bench.modules.setting import LayerStack, Setting
 from dsjax.bench.modules.timing import PreparedCase, call_loop, device_loop, host_loop
+from dsjax.config import ModelConfig
+from dsjax.config.layers import kinds_of
 from dsjax.engine.device.sampler import greedy
+from dsjax.model.layer_costs import residual_values
 from dsjax.model.norm import RMSNorm
+from dsjax.model.parameter_counts import attention_matrices
 from dsjax.model.parameters import Declaration, Matrix, reinterpret
-from dsjax.model.router import ExpertRouter
-from dsjax.model.transformer import MLP, Embedding
+from dsjax.model.router import ExpertRouter, HashRouter
+from dsjax.model.transformer import MLP, RESIDUALS, Embedding
 from sharding import MeshSpec
 from sharding.dispatch.wire import WireFormat
 from sharding.host_memory import host_sharding, rows_from_host
@@ -123,6 +128,9 @@ class LayerModule(NamedTuple):
     moved: int
     make: Callable[[Declaration], nnx.Module]
     apply: Callable[[Any, jax.Array, jax.Array], jax.Array]  # (module, x, total) → new total
+    variant: str = ""
+    streams: tuple[int, ...] = ()  # axes of x between tokens and width
+    looked_up: int = 0  # bytes of a layer's tables, of which a token reads one row, counted in `moved`
 
 
 def _norms(setting: Setting) -> LayerModule:
@@ -135,7 +143,31 @@ def _norms(setting: Setting) -> LayerModule:
     return LayerModule(config.num_hidden_layers, 8 * width, 4 * width * setting.dtype.itemsize, make, apply)
 
 
-def _router(setting: Setting) -> LayerModule:
+class LayerResiduals(nnx.Module):
+    """A layer's two residual connections."""
+
+    def __init__(self, declare: Declaration, config: ModelConfig):
+        kind = RESIDUALS[config.residual]
+        self.attn_residual, self.mlp_residual = kind(declare, config), kind(declare, config)
+
+
+def _residual(setting: Setting) -> LayerModule:
+    """Return the connections of several streams; plain addition, which is part of other modules, has no operations of its own."""
+    config, kernels = setting.config, setting.step.products
+
+    def apply(layer: LayerResiduals, x, total):
+        for residual in map(kernels.residual, (layer.attn_residual, layer.mlp_residual)):
+            read, mix = residual.pre(total)
+            total = residual.post(total, mix, read)
+        return total
+
+    moved = 2 * config.hidden_size * (3 * sum(config.streams) + 2) * setting.dtype.itemsize
+    make = lambda declare: LayerResiduals(declare, config)  # noqa: E731
+    flops = 2 * 2 * residual_values(config)
+    return LayerModule(config.num_hidden_layers, flops, moved, make, apply, streams=config.streams)
+
+
+def _routers(setting: Setting) -> Iterator[LayerModule]:
     config, width = setting.config, setting.config.hidden_size
 
     def apply(router: ExpertRouter, x, total):
@@ -143,48 +175,58 @@ def _router(setting: Setting) -> LayerModule:
         return total.at[..., : routing.ids.shape[-1]].add((routing.weights + routing.ids).astype(total.dtype))
 
     moved = width * setting.dtype.itemsize + config.n_routed_experts * 4 * 4
-    make = lambda declare: ExpertRouter(declare, config)  # noqa: E731
-    return LayerModule(config.num_moe_layers, 2 * width * config.n_routed_experts, moved, make, apply)
+    row = 4 * config.num_experts_per_tok
+    for router, mlp, variant, read in ((ExpertRouter, "moe", "", 0), (HashRouter, "hash", "hash", row)):
+        layers = sum(count for kind, count in kinds_of(config.layer_runs) if kind.mlp == mlp)
+        make = lambda declare, router=router: router(declare, config)  # noqa: E731
+        flops, table = 2 * width * config.n_routed_experts, read * config.vocab_size
+        yield LayerModule(layers, flops, moved + read, make, apply, variant, looked_up=table)
 
 
-def _mlp(setting: Setting, layers: int, hidden: int) -> LayerModule:
+def _mlp(setting: Setting, layers: int, hidden: int, limit: float | None = None) -> LayerModule:
     width = setting.config.hidden_size
 
     def apply(mlp: MLP, x, total):
         return total + mlp(x, setting.multiply)
 
     moved = (3 * width + 5 * hidden) * setting.dtype.itemsize
-    make = lambda declare: MLP(declare, width, hidden, "mlp_width")  # noqa: E731
+    make = lambda declare: MLP(declare, width, hidden, "mlp_width", limit)  # noqa: E731
     return LayerModule(layers, 6 * width * hidden, moved, make, apply)
 
 
 def layer_cases(setting: Setting, module: str, tokens: Iterable[int]) -> Iterator[ModuleCase]:
-    """Yield cases of `norms`, `router`, `dense MLP` or `shared expert`; none if the model has no such layers.
+    """Yield cases of `norms`, `residual`, `router`, `dense MLP` or `shared expert`; none if the model has no such layers.
 
     MLP cases include the residual addition; router cases include scores, groups and expert selection.
     """
     config = setting.config
-    if module == "norms":
-        layer = _norms(setting)
-    elif module == "router":
-        layer = _router(setting)
-    elif module == "shared expert":
-        layer = _mlp(setting, config.num_moe_layers, config.n_shared_experts * config.moe_intermediate_size)
-    else:
-        layer = _mlp(setting, config.num_dense_layers, config.intermediate_size)
-    if not (layer.layers and layer.flops):
-        return
-    stack = LayerStack.of(setting, layer.make, layer.layers)
-    for count in tokens:
-        work = ModuleWork(count * layer.flops, stack.layer_bytes, count * layer.moved)
-        memory = stack.nbytes + 4 * count * (layer.moved + config.hidden_size * setting.dtype.itemsize)
-        build = partial(layer_loop, setting, stack, layer.apply, layer.layers, count)
-        yield ModuleCase(module, "", {"tokens": count}, work, memory, build)
+    shared = config.n_shared_experts * config.moe_intermediate_size
+    made = {
+        "norms": lambda: [_norms(setting)],
+        "residual": lambda: [_residual(setting)],
+        "router": lambda: _routers(setting),
+        "shared expert": lambda: [_mlp(setting, config.num_moe_layers, shared, config.swiglu_limit)],
+        "dense MLP": lambda: [_mlp(setting, config.num_dense_layers, config.intermediate_size)],
+    }
+    for layer in made[module]():
+        if not (layer.layers and layer.flops):
+            continue
+        stack = LayerStack.of(setting, layer.make, layer.layers)
+        for count in tokens:
+            work = ModuleWork(count * layer.flops, stack.layer_bytes - layer.looked_up, count * layer.moved)
+            memory = stack.nbytes + 4 * count * (layer.moved + config.hidden_size * setting.dtype.itemsize)
+            build = partial(layer_loop, setting, stack, layer.apply, layer.layers, count, layer.streams)
+            yield ModuleCase(module, layer.variant, {"tokens": count}, work, memory, build)
 
 
-def layer_loop(setting: Setting, stack: LayerStack, apply: Callable, layers: int, tokens: int) -> PreparedCase:
-    """Loop a module over layers as the step does: as slices of a stack or, if the model has only one such layer, as separate arrays."""
-    x = setting.random((1, tokens, setting.config.hidden_size))
+def layer_loop(
+    setting: Setting, stack: LayerStack, apply: Callable, layers: int, tokens: int, streams: tuple[int, ...] = ()
+) -> PreparedCase:
+    """Loop a module over layers as the step does: as slices of a stack or, if the model has only one such layer, as separate arrays.
+
+    streams: axes of x between tokens and width.
+    """
+    x = setting.random((1, tokens, *streams, setting.config.hidden_size))
     if layers == 1:
         return single_layer_loop(setting, stack, apply, x)
 
@@ -208,30 +250,32 @@ def single_layer_loop(setting: Setting, stack: LayerStack, apply: Callable, x: j
 
 
 class Head(nnx.Module):
-    """The final norm and the output projection."""
+    """The sum of several streams, the final norm, and the output projection."""
 
-    def __init__(self, declare: Declaration, width: int, vocab: int, eps: float):
-        self.norm = RMSNorm(declare, width, eps)
-        self.head = Matrix(declare, (width, vocab), ("embed", "vocab"), quantise=False)
+    def __init__(self, declare: Declaration, config: ModelConfig):
+        D, V = config.hidden_size, config.vocab_size
+        self.residual = RESIDUALS[config.residual](declare, config, ends=True)
+        self.norm = RMSNorm(declare, D, config.rms_norm_eps)
+        self.head = Matrix(declare, (D, V), ("embed", "vocab"), quantise=False)
 
 
 def head_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
     """Yield cases of the final norm, output projection and greedy sampling. tokens: numbers of sampled rows."""
     config = setting.config
     D, V = config.hidden_size, config.vocab_size
-    make = lambda declare: Head(declare, D, V, config.rms_norm_eps)  # noqa: E731
-    stack = LayerStack.of(setting, make, 1)
+    stack = LayerStack.of(setting, lambda declare: Head(declare, config), 1)
 
     def apply(head: Head, x, total):
-        logits = jnp.einsum(
-            "btd,dv->btv", head.norm(x), head.head.value(setting.dtype), preferred_element_type=jnp.float32
-        )
-        return total.at[..., 0].add(greedy(logits).astype(total.dtype))
+        hidden = head.norm(setting.step.products.residual(head.residual).leave(x))
+        weight = head.head.value(setting.dtype)
+        logits = jnp.einsum("btd,dv->btv", hidden, weight, preferred_element_type=jnp.float32)
+        return total.at[0, :, ..., 0].add(greedy(logits)[0].reshape(-1, *[1] * len(config.streams)).astype(total.dtype))
 
     for count in tokens:
-        x_bytes = count * D * setting.dtype.itemsize
+        shape = 1, count, *config.streams, D
+        x_bytes = math.prod(shape) * setting.dtype.itemsize
         work = ModuleWork(2 * count * D * V, stack.layer_bytes, x_bytes + 3 * 4 * count * V)
-        build = lambda n=count: single_layer_loop(setting, stack, apply, setting.random((1, n, D)))  # noqa: E731
+        build = lambda shape=shape: single_layer_loop(setting, stack, apply, setting.random(shape))  # noqa: E731
         yield ModuleCase("head", "", {"tokens": count}, work, stack.nbytes + 2 * (x_bytes + 4 * count * V), build)
 
 
@@ -274,8 +318,8 @@ def _quantisation(setting: Setting, count: int, variant: str) -> PreparedCase:
     return device_loop(one_round, words, jnp.zeros_like(x))
 
 
-class OutputProjection(nnx.Module):
-    """Attention output projection, `[heads × value width, hidden]`: the largest matrix product that every layer has."""
+class LargestMatrix(nnx.Module):
+    """The largest matrix that attention of every layer has: the output projection, `[heads × value width, hidden]` in V3."""
 
     def __init__(self, declare: Declaration, rows: int, columns: int):
         self.matrix = Matrix(declare, (rows, columns), ("heads", "embed"))
@@ -284,15 +328,16 @@ class OutputProjection(nnx.Module):
 def product_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
     """Yield one matrix product with bf16, float32 and block-scaled FP8 weights; FP8 follows ``--activation-scheme``."""
     config = setting.config
-    rows, columns = config.num_attention_heads * config.mla.v_head_dim, config.hidden_size
+    matrices, _ = attention_matrices(config, attention=config.layer_runs[0].kinds[0].attention)
+    rows, columns = max(matrices, key=lambda shape: (math.prod(shape), shape[0]))
     for weights in ("f32", "bf16", "fp8"):
         if weights == "f32" and setting.dtype != np.float32:
             continue
         own_setting = dataclasses.replace(setting, weights=weights)
-        make = lambda declare: OutputProjection(declare, rows, columns)  # noqa: E731
+        make = lambda declare: LargestMatrix(declare, rows, columns)  # noqa: E731
         stack = LayerStack.of(own_setting, make, config.num_hidden_layers)
 
-        def apply(product: OutputProjection, x, total, setting=own_setting):
+        def apply(product: LargestMatrix, x, total, setting=own_setting):
             wide = jnp.broadcast_to(x[..., :1], (*x.shape[:-1], rows))
             return total + setting.multiply(product.matrix, wide)
 

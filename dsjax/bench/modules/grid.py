@@ -1,6 +1,8 @@
 """The benchmark cases of a run: every requested module at every requested size."""
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 from dsjax.bench.modules.attention import attention_cases
@@ -10,7 +12,9 @@ from dsjax.bench.modules.options import MODULES, ModuleGrid
 from dsjax.bench.modules.routed import default_experts, exchange_cases, expert_cases
 from dsjax.bench.modules.run import ModuleCase
 from dsjax.bench.modules.setting import Setting, free_memory
+from dsjax.config.layers import kinds_of
 from dsjax.config.weights import WEIGHT_FORMATS
+from dsjax.errors import UserError
 from dsjax.model.forms import form_of
 from dsjax.model.parameter_counts import expert_parameters
 from sharding import MeshSpec
@@ -59,11 +63,18 @@ def _attention(setting: Setting, grid: ModuleGrid, rows: list[int], tokens: list
     decode = [(count, 1, context) for count in rows for context in contexts]
     verify = [(count, 1 + grid.drafts, context) for count in rows for context in contexts] if grid.drafts else []
     prefill = [(1, chunk, context) for chunk in chunks for context in sorted({0, *contexts})]
-    for form in map(form_of, grid.form_names):
-        # With --quick, time the step's own forms only in their own phase; time other forms in both.
-        quick = grid.quick and {setting.step.decode_form: "decode", setting.step.prefill_form: "prefill"}.get(form)
-        if quick != "prefill":
-            yield from attention_cases(setting, form, "decode", decode)
-            yield from attention_cases(setting, form, "verify", verify)
-        if quick != "decode":
-            yield from attention_cases(setting, form, "prefill", prefill)
+    config, step = setting.config, setting.step
+    if grid.forms is not None and not config.family.has_forms:
+        raise UserError(f"--forms chooses forms of MLA, and {config.model_type} has none; leave it out")
+    forms = list(map(form_of, grid.form_names)) if config.family.has_forms else [step.decode_form]
+    # With --quick, time the step's own forms only in their own phase; time other forms in both.
+    own = {step.decode_form: "decode", step.prefill_form: "prefill"} if grid.quick and len(forms) > 1 else {}
+    counts = Counter[str]()
+    for kind, count in kinds_of(config.layer_runs):
+        counts[kind.attention] += count
+    for (kind, count), form in itertools.product(counts.items(), forms):
+        if own.get(form) != "prefill":
+            yield from attention_cases(setting, kind, count, form, "decode", decode)
+            yield from attention_cases(setting, kind, count, form, "verify", verify)
+        if own.get(form) != "decode":
+            yield from attention_cases(setting, kind, count, form, "prefill", prefill)

@@ -20,13 +20,14 @@ from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.mesh_executor import MeshExecutor
 from dsjax.engine.device.programs import Programs
 from dsjax.engine.device.slots import LaunchShape, Positions
-from dsjax.model.rope import Rotation
-from dsjax.model.rows import GroupShape, flatten
+from dsjax.engine.setup.sizes import with_windows
+from dsjax.model.rows import GroupShape
 
 
 def launch_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
-    """Yield cases of rows with one token each, as a step's command describes them: slot, limit and newly assigned pages."""
+    """Yield cases of rows with one token each, as a step's command describes them."""
     for count in tokens:
+        # Slot, limit and maximum drafts; a new page (its slot, position and number).
         size, build = 4 * count * (3 + 3), partial(_launch, setting, count)
         yield ModuleCase("launch", "", {"tokens": count}, ModuleWork(0, 0, size), 4 * size, build)
 
@@ -38,10 +39,10 @@ def _launch(setting: Setting, rows: int) -> PreparedCase:
     average while decoding.
     """
     executor = _executor(setting, rows)
-    length = setting.max_model_len - 1
+    limit = setting.max_model_len - 1
     gaining = range(0, rows, setting.step.page_size)
-    pages = [PageChange(slot, length // setting.step.page_size, [1]) for slot in gaining]
-    decodes = int32s(value for slot in range(rows) for value in (slot, length))
+    pages = [PageChange(slot, limit // setting.step.page_size, [1]) for slot in gaining]
+    decodes = int32s(value for slot in range(rows) for value in (slot, limit))
     command = Step([RankStep([], pages, decodes, [], [])])
     return host_loop(lambda: executor.collect(executor.launch(command)))
 
@@ -54,12 +55,12 @@ def _executor(setting: Setting, rows: int) -> MeshExecutor:
     executor.state = jax.tree.map(lambda array: jnp.zeros((1,), array.dtype), executor.state)
     real: Programs = executor.programs
     shape = real.shape(Rectangle(rows, 1), None)
-    handed_on = len(dataclasses.fields(Positions)) * rows
+    positions_width = len(dataclasses.fields(Positions)) * rows
 
     def nothing(params, state, packed):
-        outcome = packed[:, :rows]
-        scores = jnp.zeros((1, rows, 1))
-        return state, jnp.zeros((1, handed_on), jnp.int32), outcome, scores, jnp.zeros((1, rows, 1)), {}
+        positions, outcome = jnp.zeros((1, positions_width), jnp.int32), packed[:, :rows]
+        logits, hidden = jnp.zeros((1, rows, 1)), None  # `hidden` is None in an engine without drafts
+        return state, positions, outcome, logits, hidden, {}
 
     packed = jax.device_put(np.zeros((1, shape.packed_width), np.int32), real.rows)
     program = jax.jit(nothing, donate_argnums=1, keep_unused=True).lower(small, executor.state, packed).compile()
@@ -73,44 +74,41 @@ def input_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]
     """Yield cases of rows with one token each."""
     pages = -(-setting.max_model_len // setting.step.page_size)
     for count in tokens:
-        # Slot, limit and maximum drafts; a new page; the row's page table (read); rotation (read and written).
-        moved = 4 * count * (3 + 3 + pages + 2 * setting.config.mla.qk_rope_head_dim)
+        # Slot, limit and maximum drafts; a new page; the row's page table (read); sines and cosines (written).
+        moved = 4 * count * (3 + 3 + pages + 2 * setting.config.attention.qk_rope_head_dim)
         moved += 2 * count * setting.config.hidden_size * setting.dtype.itemsize
         build = partial(_inputs, setting, count, pages)
         yield ModuleCase("inputs", "", {"tokens": count}, ModuleWork(0, 0, moved), 4 * moved, build)
 
 
 def _inputs(setting: Setting, rows: int, pages: int) -> PreparedCase:
-    config, step = setting.config, setting.step
-    shape = LaunchShape(GroupShape(rows, 1, pages, step.decode_form), None, step.page_size)
+    config, step, limits = setting.config, setting.step, _limits(setting, rows)
+    shape = LaunchShape(GroupShape(rows, 1, pages, step.decode_form, limits.window_columns), None, step.page_size)
     decodes = np.concatenate([np.arange(rows), np.full(rows, setting.max_model_len), np.zeros(rows)])
     changes = np.stack([np.arange(rows), np.zeros(rows), np.ones(rows)], axis=1).reshape(-1)
-    packed = np.concatenate([decodes, changes, [-1, -1, -1]]).astype(np.int32)[None]
+    none = np.full(shape.packed_width - len(decodes) - len(changes), -1)
+    packed = np.concatenate([decodes, changes, none]).astype(np.int32)[None]
     inputs = {"packed": jnp.asarray(packed), "x": setting.random((1, rows, config.hidden_size))}
 
     def one_step(inputs, _, carry):
         # Each round starts from the previous round's result, so that XLA cannot hoist work out of the loop.
-        state, rotated, written, last = carry
+        state, _, last = carry
         state, read, groups = slots.read(step, state, inputs["packed"], shape)
-        rotation = Rotation.at(flatten([groups[0].positions]), config.rope, config.mla.qk_rope_head_dim)
-        cache_slots = flatten([groups[0].slots(step.page_size)])
+        tokens = step.tokens(groups)
         last = last + jnp.take_along_axis(inputs["x"], jnp.maximum(read.slot, 0)[..., None], axis=1)
-        state, _ = slots.commit(step, state, Positions.of(read, shape), cache_slots % config.vocab_size)
-        return state, rotation(rotated), written + cache_slots, last
+        state, _ = slots.commit(step, state, Positions.of(read, shape), tokens.slots % config.vocab_size)
+        return state, (tokens.rotation, tokens.slots, tokens.window_slots), last
 
-    carry = (
-        _state(setting, rows),
-        setting.random((1, rows, 1, config.mla.qk_rope_head_dim)),
-        jnp.zeros((1, rows), jnp.int32),
-        jnp.zeros_like(inputs["x"]),
-    )
+    carry = _state(setting, rows), None, jnp.zeros_like(inputs["x"])
+    made = jax.eval_shape(one_step, inputs, 0, carry)[1]
+    carry = carry[0], jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), made), carry[2]
     return device_loop(one_step, inputs, carry)
 
 
 def _limits(setting: Setting, rows: int) -> ExecutorLimits:
-    return ExecutorLimits(
-        rows, rows, 16, setting.step.page_size, 2, 1, setting.max_model_len, setting.config.vocab_size
-    )
+    step = setting.step
+    limits = ExecutorLimits(rows, rows, 16, step.page_size, 2, 1, setting.max_model_len, setting.config.vocab_size)
+    return with_windows(limits, setting.args, step)
 
 
 def _state(setting: Setting, rows: int) -> DeviceState:
@@ -118,4 +116,5 @@ def _state(setting: Setting, rows: int) -> DeviceState:
     described = device_state.describe(setting.step, _limits(setting, rows))
     described = dataclasses.replace(described, cache={}, copies=None, loads=None)
     state = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), described)
-    return dataclasses.replace(state, start=jnp.arange(rows, dtype=jnp.int32)[None] % (setting.max_model_len - 1))
+    starts = jnp.arange(rows, dtype=jnp.int32) % (setting.max_model_len - 1)
+    return dataclasses.replace(state, slots=state.slots.at[0, :, device_state.START].set(starts))

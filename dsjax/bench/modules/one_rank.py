@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,8 +18,10 @@ from dsjax.bench.modules.routed import SKEWS, DispatchedTokens, draw_dispatch, l
 from dsjax.bench.modules.run import ModuleCase, ModuleRow, ModuleWork
 from dsjax.bench.modules.setting import LayerStack, Setting, free_memory
 from dsjax.bench.modules.timing import PreparedCase, device_loop
-from dsjax.config.layers import LayerKind
+from dsjax.config import ModelConfig
+from dsjax.config.layers import LayerKind, kinds_of
 from dsjax.errors import UserError
+from dsjax.model.layer_costs import residual_values
 from dsjax.model.transformer import DecoderLayer
 from sharding.dispatch import DispatchConfig, dispatch
 
@@ -48,34 +52,47 @@ class OneRankPlan:
             raise UserError(f"--one-rank-of is {ranks}, which does not divide {config.n_routed_experts} experts")
         experts = config.n_routed_experts // ranks
         free = free_memory(setting.step.mesh.devices.flat[0])
-        fit = int(MEMORY_SHARE * free // layer_stack(setting, experts, 1).nbytes)
+        largest = max(layer_stack(setting, kind, experts, 1).nbytes for kind in layer_kinds(config) if kind.routed)
+        fit = int(MEMORY_SHARE * free // largest)
         wanted = min(config.num_moe_layers, max(1, fit)) if layers == "auto" else int(layers)
         if wanted > config.num_moe_layers:
             raise UserError(f"--layers is {wanted}, and the model has {config.num_moe_layers} layers with experts")
         return cls(ranks, experts, batch, wanted)
 
 
-def layer_stack(setting: Setting, experts: int, depth: int) -> LayerStack:
-    """Return `depth` layers as one rank holds them: MoE layers with `experts` physical experts, or dense layers if 0."""
-    kind = LayerKind("layers", "moe" if experts else "dense")
+def layer_kinds(config: ModelConfig) -> dict[LayerKind, int]:
+    """Return each kind of layer, with "layers" for its stack, and the number of the model's layers of that kind."""
+    counts = Counter[LayerKind]()
+    for kind, count in kinds_of(config.layer_runs):
+        counts[replace(kind, stack="layers")] += count
+    return dict(counts)
+
+
+def layer_name(config: ModelConfig, kind: LayerKind) -> str:
+    """Return the name of a kind of layer in tables, with its attention in models that have several kinds."""
+    name = {"dense": "dense layer", "moe": "MoE layer", "hash": "hash-routed layer"}[kind.mlp]
+    return name if config.family.has_forms else f"{kind.attention} {name}"
+
+
+def layer_stack(setting: Setting, kind: LayerKind, experts: int, depth: int) -> LayerStack:
+    """Return `depth` layers of a kind as one rank holds them, with `experts` physical experts if the kind has any."""
+    experts = experts if kind.routed else 0
     make = lambda declare: DecoderLayer(replace(declare, num_physical=experts), setting.config, kind)  # noqa: E731
     return LayerStack.of(setting, make, depth, depth=depth)
 
 
 def one_rank_cases(setting: Setting, plan: OneRankPlan, contexts: list[int]) -> Iterator[ModuleCase]:
-    """Yield the launch, a dense layer and the MoE layers at each context, and the head."""
+    """Yield the launch, the layers of each kind at each context, and the head."""
     config = setting.config
     yield from launch_cases(setting, [plan.batch])
-    for context in contexts:
-        shape = AttentionShape(setting, setting.step.decode_form, plan.batch, 1, context)
+    for context, (kind, count) in itertools.product(contexts, layer_kinds(config).items()):
+        shape = AttentionShape(setting, kind.attention, count, setting.step.decode_form, plan.batch, 1, context)
         if shape.context > setting.max_model_len:
             continue
-        if config.num_dense_layers:
-            dense = layer_stack(setting, 0, min(2, config.num_dense_layers))
-            yield _case(plan, ("dense layer", ""), shape, dense, None)
-        for variant, skew in SKEWS.items():
-            sent = draw_dispatch(setting, plan.batch, plan.experts, skew)
-            yield _case(plan, ("MoE layer", variant), shape, layer_stack(setting, plan.experts, plan.layers), sent)
+        stack = layer_stack(setting, kind, plan.experts, min(plan.layers if kind.routed else 2, count))
+        for variant, skew in SKEWS.items() if kind.routed else [("", 0.0)]:
+            sent = draw_dispatch(setting, plan.batch, plan.experts, skew) if kind.routed else None
+            yield _case(plan, (layer_name(config, kind), variant), shape, stack, sent)
     yield from head_cases(setting, [plan.batch])
 
 
@@ -84,6 +101,7 @@ def _case(
 ) -> ModuleCase:
     """Return the case of a layer at a context. kind: module and variant; sent: input of the rank's experts, None for a dense layer."""
     config, (flops, other) = shape.setting.config, shape.cost()
+    flops += 2 * 2 * plan.batch * residual_values(config)
     expert = 6 * config.hidden_size * config.moe_intermediate_size
     sizes = {"tokens": plan.batch, "context": shape.cached, "layers": stack.depth}
     if sent is None:
@@ -98,8 +116,9 @@ def _case(
 
 def _loop(plan: OneRankPlan, stack: LayerStack, sent: DispatchedTokens | None, shape: AttentionShape) -> PreparedCase:
     """Compile whole layers as in the step: attention, then MLP or experts, each with its norm and residual."""
-    setting, config = shape.setting, shape.setting.config
+    setting, config, connected = shape.setting, shape.setting.config, shape.setting.step.products.residual
     inputs = shape.arrays() | {"params": stack.values(setting.seed)}
+    inputs["x"] = setting.random((1, plan.batch, *config.streams, config.hidden_size))
     experts = None
     if sent is not None:
         experts = product_of(setting, stack.table.infos["moe.experts.down.weight"], sent)
@@ -113,10 +132,14 @@ def _loop(plan: OneRankPlan, stack: LayerStack, sent: DispatchedTokens | None, s
         x = inputs["x"] + 1e-3 * jnp.tanh(x)
         params = {path: inputs["params"][path] for path in stack.table.infos}
         block: DecoderLayer = stack.layer(params, index, skip=".experts.")
-        out, cache = shape.attend(block.attn, block.attn_norm(x), inputs, cache, turn)
-        x = x + out
-        y = block.mlp_norm(x)
-        x = x + (block.mlp(y, setting.multiply) if sent is None else _routed(block, y, inputs, params, index))
+        residual = connected(block.attn_residual)
+        read, mix = residual.pre(x)
+        out, cache = shape.attend(block.attn, block.attn_norm(read), inputs, cache, turn)
+        x, residual = residual.post(x, mix, out), connected(block.mlp_residual)
+        read, mix = residual.pre(x)
+        y = block.mlp_norm(read)
+        out = block.mlp(y, setting.multiply) if sent is None else _routed(block, y, inputs, params, index)
+        x = residual.post(x, mix, out)
         return x, cache, (turn + 1) % shape.layers
 
     def _routed(block, y, inputs, params, index):
@@ -158,16 +181,14 @@ class Extrapolation:
 
 
 def extrapolate(setting: Setting, rows: list[ModuleRow]) -> list[Extrapolation]:
-    """Add up the model's dense layers, its MoE layers, head and launch, for each MoE layer that was timed."""
+    """Add up the model's layers, head and launch, for each context and routing of which all kinds of layers were timed."""
     config, steps = setting.config, []
-    alone = {row.case.module: row.times.median for row in rows if row.case.module in ("head", "launch")}
-    for row in rows:
-        if row.case.module != "MoE layer":
-            continue
-        context = row.case.sizes["context"]
-        dense = [r for r in rows if r.case.module == "dense layer" and r.case.sizes["context"] == context]
-        parts = [("MoE layers", config.num_moe_layers, row.times.median)]
-        parts += [("dense layers", config.num_dense_layers, r.times.median) for r in dense]
-        parts += [(name, 1, seconds) for name, seconds in alone.items()]
-        steps.append(Extrapolation(row.case.variant, context, tuple(parts)))
+    counts = {layer_name(config, kind): count for kind, count in layer_kinds(config).items()}
+    timed = {(row.case.module, row.case.variant, row.case.sizes.get("context")): row.times.median for row in rows}
+    alone = [(name, 1, timed[name, "", None]) for name in ("launch", "head") if (name, "", None) in timed]
+    for context, variant in itertools.product(sorted({key[2] for key in timed if key[0] in counts}), SKEWS):
+        each = {name: timed.get((name, variant, context), timed.get((name, "", context))) for name in counts}
+        if None not in each.values():
+            parts = [(f"{name}s", counts[name], seconds) for name, seconds in each.items()]
+            steps.append(Extrapolation(variant, context, (*parts, *alone)))
     return steps

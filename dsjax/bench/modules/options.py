@@ -11,6 +11,7 @@ MODULES = (
     "embedding",
     "attention",
     "norms",
+    "residual",
     "dense MLP",
     "router",
     "experts",
@@ -34,7 +35,9 @@ class ModelOptions(Checked):
     activation_scheme: str = option("auto", "As in dsjax serve.", choices=("auto", "dynamic", *ROW_FORMATS, "none"))
     kv_cache_dtype: str = option("auto", "Data type of the KV cache.", choices=("auto", "float32", "bfloat16", "fp8"))
     kernels: str = option("auto", "Kernels, as in dsjax serve.", choices=("auto", "plain", "native", "pallas"))
-    page_size: int = option(16, "Number of tokens per page (block) of the KV cache.", least=1)
+    page_size: int | None = option(
+        None, "Number of tokens per page (block) of the KV cache. Default: as dsjax serve.", least=1
+    )
     max_model_len: int | None = option(None, "Maximum context length. Default: the model's, at most 4096.", least=16)
     seed: int = option(0, "Random seed for weights, tokens and routing.", least=0)
 
@@ -47,7 +50,7 @@ class ModuleGrid(Checked):
     tokens: str = option("1,8,64,512,4096", "Numbers of tokens of a DP rank, separated by commas.")
     contexts: str = option("128,1024,4096", "Numbers of cached positions per request, separated by commas.")
     drafts: int = option(0, "Also time decode attention with this many draft tokens per request.", least=0)
-    forms: str | None = option(None, "MLA forms, separated by commas. Default: the forms that have kernels.")
+    forms: str | None = option(None, "MLA forms, separated by commas. Default: those that have kernels.")
     experts: int | None = option(None, "Experts of the rank. Default: all, or a 32nd if memory is too small.", least=1)
     mesh: str = option("dp=1", "Also time every dispatch method on this mesh (emulated on a CPU).")
     one_rank_of: int | None = option(None, "Time the layers of one rank of this many, instead of modules.", least=1)

@@ -46,6 +46,7 @@ class Setting:
 
     step: ModelStep
     weights: Weights  # weight format
+    args: EngineArgs
     seed: int = 0  # of weights, tokens and routing
     max_model_len: int = 4096  # positions that page tables cover
 
@@ -72,7 +73,7 @@ class Setting:
     @property
     def multiply(self) -> Multiply:
         """A layer's product with one of its matrices, as the step computes it on slices of a scanned stack."""
-        return self.step.in_place.multiply(jnp.int32(0))
+        return self.step.products.multiply(jnp.int32(0))
 
     def declare(self, depth: int) -> Declaration:
         """Return the parameter declaration of `depth` layers."""
@@ -181,7 +182,6 @@ def _nbytes(infos: Mapping[str, ParameterInfo]) -> int:
 def make_setting(options: ModelOptions) -> Setting:
     """Return the setting that the options describe, on this process's first device."""
     config = load_config(options.model)
-    config.check_priced()
     length = options.max_model_len or min(config.max_position_embeddings, PAGE_TABLE_POSITIONS)
     if length > config.max_position_embeddings:
         raise UserError(
@@ -206,7 +206,7 @@ def make_setting(options: ModelOptions) -> Setting:
     if weights == "auto":
         weights = weights_format(args, config, step.dtype, _bf16_experts(options.model))
     table = parameter_table(config, weights=weights, platform=mesh.devices.flat[0].platform, mtp=False)
-    return Setting(dataclasses.replace(step, table=table), weights, options.seed, length)
+    return Setting(dataclasses.replace(step, table=table), weights, args, options.seed, length)
 
 
 def _bf16_experts(model: str) -> bool | None:

@@ -13,7 +13,7 @@ from dsjax.cli.output import INTERRUPTED, report_console, write_json
 from dsjax.errors import UserError
 from dsjax.hosts import GroupOptions
 from dsjax.options import check_place
-from dsjax.progress import in_turn
+from dsjax.progress import track
 
 _EXIT_CODES = {None: 0, "as expected": 0, "warning": 3, "failing": 4}
 
@@ -60,7 +60,7 @@ def _measure(grid: CollectiveGrid, verdict: VerdictOptions, spec: Any, cluster: 
     name = grid.dtype if grid.dtype != "auto" else "float32" if first.platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(name)
     todo = list(cases(groups, grid))
-    timed = in_turn(Console(stderr=True), verdict.progress and processes.leads, "timing cases", todo)
+    timed = track(Console(stderr=True), verdict.progress and processes.leads, "timing cases", todo)
     results = run_cases(timed, grid, dtype, cluster, processes.agree)
 
     def report() -> None:

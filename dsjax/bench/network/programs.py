@@ -23,12 +23,10 @@ _PERIOD = 3
 
 @dataclass(frozen=True, eq=False)
 class DeviceGroup:
-    """Groups of equal size that run the same collective at the same time, as in a step.
+    """Groups of equal size that run the same collective at the same time, as in a step."""
 
-    uses: roles of the groups in the mesh: `host` (all devices of a process), `hosts` (one device of each process), `experts` (the ranks
-    that exchange tokens), `tp`; or `pair` (two devices of a process, or one of each of two processes).
-    """
-
+    # roles of the groups in the mesh: `host` (all devices of a process), `hosts` (one device of each process), `experts` (the ranks that
+    # exchange tokens), `tp`; or `pair` (two devices of a process, or one of each of two processes)
     uses: tuple[str, ...]
     devices: np.ndarray  # [groups, ranks]
     hosts: int  # processes that a group spans
@@ -97,7 +95,7 @@ def device_pairs(mesh: Mesh) -> list[DeviceGroup]:
     """
     hosts = _by_process(mesh)
     inside = [devices[:2] for devices in hosts if len(devices) > 1]
-    between = [[one[0], other[0]] for one, other in zip(hosts[::2], hosts[1::2], strict=False)]
+    between = [[first[0], second[0]] for first, second in zip(hosts[::2], hosts[1::2], strict=False)]
     return [DeviceGroup(("pair",), _array(rows), spans) for rows, spans in ((inside, 1), (between, 2)) if rows]
 
 
@@ -116,7 +114,8 @@ def _array(rows: list[list[jax.Device]]) -> np.ndarray:
 
 def _ragged_all_to_all(x: jax.Array, ranks: int) -> jax.Array:
     block = x.shape[0] // ranks
-    starts, sizes = jnp.arange(ranks, dtype=jnp.int32) * block, jnp.full(ranks, block, jnp.int32)
+    starts = jnp.arange(ranks, dtype=jnp.int32) * block
+    sizes = jnp.full(ranks, block, jnp.int32)
     lands = jnp.full(ranks, lax.axis_index(_RANK) * block, jnp.int32)
     return lax.ragged_all_to_all(x, jnp.zeros_like(x), starts, sizes, lands, sizes, axis_name=_RANK)
 
@@ -147,7 +146,9 @@ class CollectiveProgram:
     """
 
     def __init__(self, group: DeviceGroup, collective: str, sent: int, dtype: np.dtype):
-        self._group, self._dtype, self._collective = group, jnp.dtype(dtype), collective
+        self._group = group
+        self._dtype = jnp.dtype(dtype)
+        self._collective = collective
         self._apply = functools.partial(_APPLY[collective], ranks=group.ranks)
         blocks = (2 if collective == "all_reduce" else 1) * (group.ranks - 1)
         block = max(1, round(sent / blocks / self._dtype.itemsize))
@@ -182,24 +183,25 @@ class CollectiveProgram:
 
     def arrives_right(self) -> bool:
         """Apply it once to values that encode rank and position; return whether this process's devices have the right result."""
-        ranks, length = self._group.ranks, self._length
+        ranks = self._group.ranks
+        length = self._length
 
         def value(rank, place):
             return ((rank + place) % _PERIOD).astype(self._dtype)
 
         def local():
             me = lax.axis_index(_RANK)
-            here = jnp.arange(length)
-            result = self._apply(value(me, here))
+            positions = jnp.arange(length)
+            result = self._apply(value(me, positions))
             block = length // ranks
-            places = here if self._collective in ("all_gather", "all_reduce") else me * block + jnp.arange(block)
-            each = [value(jnp.int32(rank), places) for rank in range(ranks)]
+            places = positions if self._collective in ("all_gather", "all_reduce") else me * block + jnp.arange(block)
+            values = [value(jnp.int32(rank), places) for rank in range(ranks)]
             if self._collective == "send_receive":
-                right = jnp.where(me == 0, value(0 * me, here), jnp.zeros_like(result))
+                right = jnp.where(me == 0, value(0 * me, positions), jnp.zeros_like(result))
             elif self._collective in ("all_reduce", "reduce_scatter"):
-                right = functools.reduce(jnp.add, each)
+                right = functools.reduce(jnp.add, values)
             else:
-                right = jnp.concatenate(each)
+                right = jnp.concatenate(values)
             return jnp.all(result == right)[None]
 
         mapped = jax.shard_map(local, mesh=self._place.mesh, in_specs=(), out_specs=_ALL, check_vma=False)

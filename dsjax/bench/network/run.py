@@ -57,13 +57,13 @@ class CollectiveCase:
 
 @dataclass(frozen=True, eq=False)
 class CollectiveRow:
-    """A timed case. samples: seconds of one application, or of one way of a message, in the slowest process."""
+    """A timed case."""
 
     case: CollectiveCase
     operand_bytes: int
     sent_bytes: int
     correct: bool
-    samples: tuple[float, ...]
+    samples: tuple[float, ...]  # seconds of one application, or of one way of a message, in the slowest process
     expectation: Expectation | None
 
     @property
@@ -120,10 +120,10 @@ def worst(results: Results) -> str | None:
 def cases(groups: Iterable[DeviceGroup], options: CollectiveGrid) -> Iterator[CollectiveCase]:
     """Yield each collective of each group, and a message between the devices of each pair; small sizes first."""
     for group in groups:
-        pair = "pair" in group.uses
+        is_pair = "pair" in group.uses
         for collective in options.collectives:
-            if pair == (collective == SEND_RECEIVE):
-                for size in options.pair_byte_counts if pair else options.byte_counts:
+            if is_pair == (collective == SEND_RECEIVE):
+                for size in options.pair_byte_counts if is_pair else options.byte_counts:
                     yield CollectiveCase(group, collective, size)
 
 
@@ -168,19 +168,19 @@ def why_not(
 ) -> str | None:
     """Return one line that says why a case cannot be timed, the same in all processes; else None. before: rows of smaller sizes."""
     device = jax.local_devices()[0]
-    shares = device.platform == "cpu"
+    is_shared = device.platform == "cpu"
     if case.collective == "ragged_all_to_all" and device.platform not in NATIVE_PLATFORMS:
         return "XLA has it on GPUs and TPUs only; elsewhere serving emulates it by all_to_all"
-    here = sum(one.process_index == device.process_index for one in case.group.devices.flat)
+    local_devices = sum(peer.process_index == device.process_index for peer in case.group.devices.flat)
     # Emulated devices of all processes on a host share its memory.
-    place, users = (socket.gethostname(), max(1, here)) if shares else (str(device.process_index), 1)
+    place, users = (socket.gethostname(), max(1, local_devices)) if is_shared else (str(device.process_index), 1)
     hosts: dict[str, list[tuple[int, int]]] = {}
     for host, count, free in agree("free", [place, users, free_memory(device)]):
         hosts.setdefault(host, []).append((count, free))
     needs = [
         (program.memory * sum(count for count, _ in told), min(free for _, free in told)) for told in hosts.values()
     ]
-    needed, free = max(needs, key=lambda one: one[0] / max(one[1], 1))
+    needed, free = max(needs, key=lambda need: need[0] / max(need[1], 1))
     if needed > _MEMORY_SHARE * free:
         return f"needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
     if before and _seconds_by(before, program.sent_bytes) > limit:

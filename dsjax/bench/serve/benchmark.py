@@ -35,29 +35,30 @@ class Search:
 
     def next(self) -> float | None:
         """Return the next load to try; None when the search is over."""
-        best, failed, whole = self.best, self.failed, self.quantity == "concurrency"
+        best, failed = self.best, self.failed
+        is_whole = self.quantity == "concurrency"
         if best is None and failed is None:
             return 1
         if failed is None:
             return best * 2 if best * 2 <= _UPPER_LIMITS[self.quantity] else None
         if best is None:
-            return None if whole or failed <= _LOWEST_RATE else failed / 2
-        if whole:
+            return None if is_whole or failed <= _LOWEST_RATE else failed / 2
+        if is_whole:
             between = (int(best) + int(failed)) // 2
             return between if failed - best > max(1, _TOLERANCE * best) else None
         return (best + failed) / 2 if failed - best > _TOLERANCE * best else None
 
-    def record(self, load: float, share: float | None, wanted: float) -> None:
+    def record(self, load: float, share: float | None, goodput_share: float) -> None:
         """Record the share of a load's requests that met every objective; None if none was answered."""
-        if share is not None and share >= wanted:
+        if share is not None and share >= goodput_share:
             self.best = load if self.best is None else max(self.best, load)
         else:
             self.failed = load if self.failed is None else min(self.failed, load)
 
-    def sentence(self, wanted: float, objectives: dict[str, float]) -> str:
+    def sentence(self, goodput_share: float, objectives: dict[str, float]) -> str:
         """Return the answer as a sentence."""
-        said = " ".join(f"{name} ≤ {limit:g} ms" for name, limit in objectives.items())
-        goal = f"at which {wanted:.0%} of the requests have {said}"
+        limits = " ".join(f"{name} ≤ {limit:g} ms" for name, limit in objectives.items())
+        goal = f"at which {goodput_share:.0%} of the requests have {limits}"
         if self.best is None:
             return f"no {self.quantity} was found {goal}; the least that was tried is {self.failed or 0:g}"
         more = f"{self.failed:g} does not" if self.failed is not None else "none that was tried does not"
@@ -67,25 +68,22 @@ class Search:
 
 @dataclass(frozen=True)
 class Point:
-    """One measured load. body: its JSON without date and server name. records: its requests."""
+    """One measured load."""
 
-    body: dict[str, Any]
-    records: list[RequestRecord]
+    body: dict[str, Any]  # its JSON without date and server name
+    records: list[RequestRecord]  # its requests
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark run.
-
-    server, workload, load, report: the options. progress: called with a title and a number of requests; returns a context manager that
-    shows their progress.
-    """
+    """A benchmark run."""
 
     server: ServerOptions
     workload: WorkloadOptions
     load: LoadOptions
     report: ReportOptions
     say: Callable[[str], None]  # called with each status line for the user
+    # called with a title and a number of requests; returns a context manager that shows their progress
     progress: Callable[[str, int], AbstractContextManager[Advance]]
     stop: asyncio.Event  # ends the run when set; the current point keeps its completed requests
 
@@ -98,8 +96,8 @@ class Benchmark:
             UserError: no server, a rejected test request, or an impossible workload.
         """
         load = self.load
-        own_times = self.workload.dataset_name == "trace"
-        if own_times and (load.request_rate or load.sweep_rate or load.search == "rate"):
+        has_own_times = self.workload.dataset_name == "trace"
+        if has_own_times and (load.request_rate or load.sweep_rate or load.search == "rate"):
             raise OptionError("a trace has arrival times of its own; instead of a request rate give --trace-speed")
         if load.search and not self.report.objectives:
             raise OptionError("--search wants objectives; give --goodput, for example --goodput ttft:500 tps:20")
@@ -121,15 +119,18 @@ class Benchmark:
         """Send the warm-up requests, which are not counted."""
         if not self.load.num_warmups:
             return
-        requests, _ = dataset.draw(WARM_UP_DRAW, ready.facts.max_model_len, self.load.num_warmups)
-        concurrency, arrivals = max((n for _, n in self.load.points() if n), default=None), [0.0] * len(requests)
+        requests, _ = dataset.fitting_requests(WARM_UP_DRAW, ready.facts.max_model_len, self.load.num_warmups)
+        concurrency = max((n for _, n in self.load.points() if n), default=None)
+        arrivals = [0.0] * len(requests)
         with self.progress("warm-up", len(requests)) as advance:
             await run_load(ready.client, requests, arrivals, concurrency, stop=self.stop, on_done=advance)
 
     async def _search(self, ready: ReadyServer, dataset: Dataset, on_point: Callable[[Point], None]) -> None:
         """Search for the largest load that meets the objectives, and report it."""
-        wanted, say = self.load.goodput_share, self.say
-        search, number = Search(self.load.search), 0
+        goodput_share = self.load.goodput_share
+        say = self.say
+        search = Search(self.load.search)
+        number = 0
         while (tried := search.next()) is not None:
             number += 1
             point = await self._measure(ready, dataset, number, *self.load.point_of(tried))
@@ -138,16 +139,18 @@ class Benchmark:
                 say("interrupted: the search has not ended")
                 return
             share = point.body["good_share"]
-            told = "nothing was answered" if share is None else f"{share:.1%} of the requests meet the objectives"
-            say(f"{search.quantity} {tried:g}: {told}")
-            search.record(tried, share, wanted)
-        say(search.sentence(wanted, self.report.objectives))
+            outcome = "nothing was answered" if share is None else f"{share:.1%} of the requests meet the objectives"
+            say(f"{search.quantity} {tried:g}: {outcome}")
+            search.record(tried, share, goodput_share)
+        say(search.sentence(goodput_share, self.report.objectives))
 
     async def _measure(
         self, ready: ReadyServer, dataset: Dataset, number: int, rate: float, concurrency: int | None
     ) -> Point:
-        load, duration, most = self.load, self.load.duration, ready.facts.max_model_len
-        requests, left_out = dataset.draw(number, most)
+        load = self.load
+        duration = load.duration
+        most = ready.facts.max_model_len
+        requests, left_out = dataset.fitting_requests(number, most)
         if left_out:
             self.say(f"{left_out} requests are longer than the server's {most:,} tokens and left out")
         times = [request.arrival for request in requests]
@@ -167,7 +170,9 @@ class Benchmark:
             self.say(
                 f"all {len(requests)} requests were answered before --duration {duration:g} s; raise --num-prompts"
             )
-        found = figures(records, result.duration, self.report.percentiles, self.report.objectives, load.goodput_share)
+        statistics = figures(
+            records, result.duration, self.report.percentiles, self.report.objectives, load.goodput_share
+        )
         devices = self.server.devices or ready.facts.num_devices
         asked = {
             "num_prompts": len(requests) if duration is None else len(records),
@@ -177,6 +182,6 @@ class Benchmark:
             "interrupted": result.interrupted,
             "cached_share_bound": dataset.cached_share_bound(len(requests)),
             "num_devices": devices,
-            "output_throughput_per_device": found["output_throughput"] / devices if devices else None,
+            "output_throughput_per_device": statistics["output_throughput"] / devices if devices else None,
         }
-        return Point(asked | found | drafts, records)
+        return Point(asked | statistics | drafts, records)

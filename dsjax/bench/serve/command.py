@@ -41,7 +41,10 @@ def serve(
     """
     report = _with_more_goodput(report, more_goodput or [])
     # Check before hours of benchmarking, not after.
-    for what, package in (("dsjax bench serve", "aiohttp"), *([("--plot", "matplotlib")] if report.plot else [])):
+    requirements = [("dsjax bench serve", "aiohttp")]
+    if report.plot:
+        requirements.append(("--plot", "matplotlib"))
+    for what, package in requirements:
         if importlib.util.find_spec(package) is None:
             raise UserError(f"{what} needs {package}, which is not installed: pip install 'dsjax[bench]'")
     from dsjax.bench.serve.client import run
@@ -50,9 +53,9 @@ def serve(
     interrupted = run(_run(server, workload, load, report, points))
     if interrupted:
         raise typer.Exit(INTERRUPTED)
-    if not any(one.body["completed"] for one in points):
+    if not any(point.body["completed"] for point in points):
         raise typer.Exit(1)
-    if report.objectives and not any(one.body["goodput_verdict"] == "met" for one in points):
+    if report.objectives and not any(point.body["goodput_verdict"] == "met" for point in points):
         raise typer.Exit(_MISSED)
 
 
@@ -68,17 +71,18 @@ async def _run(
 ) -> bool:
     """Measure the points, print each, and write the files; return whether Ctrl-C ended the run."""
     from dsjax.bench.serve.benchmark import Benchmark
-    from dsjax.bench.serve.report import point_progress
-    from dsjax.bench.serve.report import report as render
+    from dsjax.bench.serve.report import point_progress, render
 
-    say, progress = partial(print, file=sys.stderr), partial(point_progress, Console(stderr=True), report.progress)
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    say = partial(print, file=sys.stderr)
+    progress = partial(point_progress, Console(stderr=True), report.progress)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
     benchmark = Benchmark(server, workload, load, report, say, progress, stop)
     out = sys.stderr if report.json_file == "-" else sys.stdout
 
-    def on_point(one: "Point") -> None:
-        points.append(one)
-        print(render(one.body, report.latencies, report.percentiles), file=out, flush=True)
+    def on_point(point: "Point") -> None:
+        points.append(point)
+        print(render(point.body, report.latencies, report.percentiles), file=out, flush=True)
 
     def first_ctrl_c() -> None:  # the second one interrupts as usual
         stop.set()
@@ -103,7 +107,8 @@ def _write(benchmark: "Benchmark", points: "list[Point]", facts: "ServerFacts") 
     from dsjax.bench.serve.client import PATHS
     from dsjax.bench.serve.report import details, draw, sweep_table, write_points_csv
 
-    server, workload, report, swept = benchmark.server, benchmark.workload, benchmark.report, benchmark.load.swept
+    server, workload, report = benchmark.server, benchmark.workload, benchmark.report
+    swept = benchmark.load.swept
     head = {
         "date": datetime.datetime.now().strftime("%Y%m%d-%H%M%S"),
         "backend": "openai-chat" if server.endpoint == "chat" else "openai",
@@ -114,7 +119,7 @@ def _write(benchmark: "Benchmark", points: "list[Point]", facts: "ServerFacts") 
         "dataset_name": workload.dataset_name,
         "seed": workload.seed,
     }
-    bodies = [head | one.body | (details(one.records) if report.save_detailed else {}) for one in points]
+    bodies = [head | point.body | (details(point.records) if report.save_detailed else {}) for point in points]
     if swept:
         report_console(stderr=report.json_file == "-").print(sweep_table(bodies, swept))
     if report.json_file and bodies:
@@ -122,7 +127,7 @@ def _write(benchmark: "Benchmark", points: "list[Point]", facts: "ServerFacts") 
         write_json(report.json_file, body, private=report.save_detailed)  # details contain the answers' text
     if report.csv_points and bodies:
         write_points_csv(Path(report.csv_points), bodies)
-    if report.plot and any(one.body["completed"] for one in points):
+    if report.plot and any(point.body["completed"] for point in points):
         draw(Path(report.plot), bodies, f"{facts.model}, {workload.dataset_name}")
     elif report.plot:
         benchmark.say(f"no request was answered, so {report.plot} is not drawn")

@@ -19,7 +19,7 @@ from dsjax.bench.serve.records import BenchRequest
 from dsjax.errors import UserError, why_unreadable
 
 _DEFAULT_COUNT, _WHOLE_FILE = 1000, 10**9
-_SHAREGPT_LEAST, _SHAREGPT_LONGEST_PROMPT, _SHAREGPT_LONGEST = 4, 1024, 2048
+_SHAREGPT_MIN_TOKENS, _SHAREGPT_MAX_PROMPT, _SHAREGPT_MAX_TOTAL = 4, 1024, 2048
 _MOONCAKE_BLOCK = 512
 """Tokens per Mooncake hash id."""
 
@@ -30,11 +30,11 @@ class DatasetError(UserError):
 
 @dataclass(frozen=True)
 class Dataset:
-    """The workload of the options. prompts: generates prompts; source: has the tokenizer that counts the tokens of a file's prompts."""
+    """The workload of the options."""
 
     options: WorkloadOptions
-    prompts: PromptMaker
-    source: PromptSource
+    prompts: PromptMaker  # generates prompts
+    source: PromptSource  # has the tokenizer that counts the tokens of a file's prompts
 
     def requests(self, count: int, draw: int) -> list[BenchRequest]:
         """Return the first `count` requests of a draw; fewer if the file has fewer.
@@ -44,7 +44,9 @@ class Dataset:
         """
         return _DATASETS[self.options.dataset_name](self, count, draw)
 
-    def draw(self, draw: int, max_model_len: int | None, count: int | None = None) -> tuple[list[BenchRequest], int]:
+    def fitting_requests(
+        self, draw: int, max_model_len: int | None, count: int | None = None
+    ) -> tuple[list[BenchRequest], int]:
         """Return the requests of a draw that the server accepts, and the number of requests that are too long for it.
 
         max_model_len: maximum tokens of prompt and answer; None: no limit. count: requests to draw; None: as many as the options say.
@@ -55,16 +57,16 @@ class Dataset:
         name = self.options.dataset_name
         count = count or self.options.num_prompts or (_WHOLE_FILE if name == "trace" else _DEFAULT_COUNT)
         requests = self.requests(count, draw)
-        kept = [r for r in requests if max_model_len is None or r.prompt_tokens + r.output_tokens <= max_model_len]
+        fitting = [r for r in requests if max_model_len is None or r.prompt_tokens + r.output_tokens <= max_model_len]
         if not requests:
             raise DatasetError(f"--dataset-name {name} has no request that can be used")
-        if not kept:
+        if not fitting:
             shortest = min(r.prompt_tokens + r.output_tokens for r in requests)
             raise DatasetError(
                 f"every request is longer than the server's {max_model_len:,} tokens: the shortest has {shortest:,} "
                 f"(prompt and answer); choose shorter lengths{_HOW_TO_SHORTEN.get(name, '')}"
             )
-        return kept, len(requests) - len(kept)
+        return fitting, len(requests) - len(fitting)
 
     def cached_share_bound(self, count: int) -> float | None:
         """Return the maximum share of prompt tokens that can hit a prefix cache; None for a workload without a bound.
@@ -75,8 +77,8 @@ class Dataset:
         if o.dataset_name != "prefix-repetition":
             return None
         prefix, suffix = o.prefix_repetition_prefix_len, o.prefix_repetition_suffix_len
-        first = min(count, o.prefix_repetition_num_prefixes)
-        return prefix * (count - first) / ((prefix + suffix) * count)
+        computed = min(count, o.prefix_repetition_num_prefixes)  # prefixes
+        return prefix * (count - computed) / ((prefix + suffix) * count)
 
 
 _HOW_TO_SHORTEN = {
@@ -92,7 +94,8 @@ def _random_lengths(dataset: Dataset, count: int, draw: int) -> list[BenchReques
     Each prompt starts with the same `--random-prefix-len` tokens within a draw.
     """
     o, prompts = dataset.options, dataset.prompts
-    rng, tokens = np.random.default_rng([o.seed, 0]), np.random.default_rng([o.seed, 1, draw])
+    rng = np.random.default_rng([o.seed, 0])
+    tokens = np.random.default_rng([o.seed, 1, draw])
 
     def lengths(mean: int) -> list[int]:
         least = max(1, int(np.floor(mean * (1 - o.random_range_ratio))))
@@ -116,7 +119,7 @@ def _prefix_repetition(dataset: Dataset, count: int, draw: int) -> list[BenchReq
     tokens = np.random.default_rng([o.seed, 1, draw])
     prefixes = [prompts.draw(tokens, o.prefix_repetition_prefix_len) for _ in range(o.prefix_repetition_num_prefixes)]
     suffix_len, output_len = o.prefix_repetition_suffix_len, o.prefix_repetition_output_len
-    assembled = (prompts.assemble(prefixes[which] + prompts.draw(tokens, suffix_len)) for which in order.tolist())
+    assembled = (prompts.assemble(prefixes[index] + prompts.draw(tokens, suffix_len)) for index in order.tolist())
     return [BenchRequest(prompt, length, output_len) for prompt, length in assembled]
 
 
@@ -126,7 +129,8 @@ def _sharegpt(dataset: Dataset, count: int, draw: int) -> list[BenchRequest]:
     Like vLLM, leave out conversations of one turn, prompts or outputs of fewer than 4 tokens, prompts of more than 1,024 tokens and
     pairs of more than 2,048 tokens. All draws have the same prompts, those of the file.
     """
-    o, tokenizer = dataset.options, dataset.source.tokenizer
+    o = dataset.options
+    tokenizer = dataset.source.tokenizer
     if tokenizer is None:
         raise UnmakablePromptError("--dataset-name sharegpt counts tokens with a tokenizer; name one with --tokenizer")
     turns = _read_turns(Path(o.dataset_path))
@@ -137,8 +141,9 @@ def _sharegpt(dataset: Dataset, count: int, draw: int) -> list[BenchRequest]:
         prompt, answer = turns[index]
         prompt_len = count_tokens(tokenizer, prompt)
         output_len = o.sharegpt_output_len or count_tokens(tokenizer, answer)
-        short = prompt_len < _SHAREGPT_LEAST or (o.sharegpt_output_len is None and output_len < _SHAREGPT_LEAST)
-        if not short and prompt_len <= _SHAREGPT_LONGEST_PROMPT and prompt_len + output_len <= _SHAREGPT_LONGEST:
+        if prompt_len < _SHAREGPT_MIN_TOKENS or (o.sharegpt_output_len is None and output_len < _SHAREGPT_MIN_TOKENS):
+            continue
+        if prompt_len <= _SHAREGPT_MAX_PROMPT and prompt_len + output_len <= _SHAREGPT_MAX_TOTAL:
             requests.append(BenchRequest(prompt, prompt_len, output_len))
     return requests
 
@@ -219,16 +224,13 @@ def read_trace(path: Path) -> list[TraceRow]:
 
 
 def _mooncake(text: str) -> list[TraceRow]:
-    entries = [json.loads(line) for line in filter(str.strip, text.splitlines())]
-    return [
-        TraceRow(
-            e["timestamp"] / 1000,
-            int(e["input_length"]),
-            int(e["output_length"]),
-            tuple(map(int, e.get("hash_ids") or ())),
-        )
-        for e in entries
-    ]
+    rows = []
+    for line in filter(str.strip, text.splitlines()):
+        entry = json.loads(line)
+        hash_ids = tuple(map(int, entry.get("hash_ids") or ()))
+        lengths = int(entry["input_length"]), int(entry["output_length"])
+        rows.append(TraceRow(entry["timestamp"] / 1000, *lengths, hash_ids))
+    return rows
 
 
 def _burstgpt(text: str) -> list[TraceRow]:

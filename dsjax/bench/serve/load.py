@@ -82,9 +82,11 @@ async def run_load(
         on_done: called with each complete record.
         clock: the clock of `sender`.
     """
-    zero, source = clock() if zero is None else zero, iter(requests)
+    zero = clock() if zero is None else zero
+    source = iter(requests)
     until, stop = until or asyncio.Event(), stop or asyncio.Event()
-    slots, how = asyncio.Semaphore(max_concurrency or sys.maxsize), {} if on_start is None else {"on_start": on_start}
+    slots = asyncio.Semaphore(max_concurrency or sys.maxsize)
+    how = {} if on_start is None else {"on_start": on_start}
     done: dict[int, RequestRecord] = {}
 
     def is_over(due: float = 0.0) -> bool:
@@ -111,7 +113,8 @@ async def run_load(
                     break
                 group.create_task(one(index, request, clock() - zero if arrivals is None else arrival))
 
-    work, stopped = asyncio.create_task(everything()), asyncio.create_task(stop.wait())
+    work = asyncio.create_task(everything())
+    stopped = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
         interrupted = not work.done()

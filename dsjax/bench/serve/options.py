@@ -77,7 +77,8 @@ class WorkloadOptions(Checked):
         lengths = self.prefix_repetition_prefix_len + self.prefix_repetition_suffix_len
         if self.dataset_name == "prefix-repetition" and lengths < 1:
             raise OptionError("--prefix-repetition-prefix-len and -suffix-len are both 0, expected a prompt of 1 token")
-        path, reads = self.dataset_path, self.dataset_name in ("sharegpt", "trace")
+        path = self.dataset_path
+        reads = self.dataset_name in ("sharegpt", "trace")
         if reads and path is None:
             raise OptionError(f"--dataset-name {self.dataset_name} reads a file; name it with --dataset-path")
         if path is not None and not reads:

@@ -1,5 +1,6 @@
 """Prompts of a given length: token ids if the server accepts them, else text made of a tokenizer's words."""
 
+import contextlib
 import functools
 import importlib.resources
 import os
@@ -18,7 +19,6 @@ from dsjax.config import bundled_models
 from dsjax.errors import UserError
 
 _FEWEST_WORDS = 16
-
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WORD = re.compile(r"[Ġ▁]([A-Za-z]{2,})")
 PromptForm = Literal["auto", "tokens", "text"]
@@ -54,7 +54,7 @@ class TextPrompts:
     def __init__(self, tokenizer: tokenizers.Tokenizer):
         self._tokenizer = tokenizer
         words = _words(tokenizer)
-        self._texts = words if len(words) >= _FEWEST_WORDS else _lone_tokens(tokenizer)
+        self._texts = words if len(words) >= _FEWEST_WORDS else _single_tokens(tokenizer)
         if not self._texts:
             raise UnmakablePromptError(
                 "the tokenizer has no token that could stand in a prompt; give another --tokenizer"
@@ -72,7 +72,7 @@ class TextPrompts:
 
 
 PromptMaker = TokenPrompts | TextPrompts
-"""Draws pieces of a prompt as token ids (in both forms), and joins the pieces."""
+"""`draw` returns token ids in both forms; `assemble` makes a prompt of the ids that were drawn, and counts its tokens."""
 
 
 def count_tokens(tokenizer: tokenizers.Tokenizer, text: str) -> int:
@@ -110,11 +110,11 @@ def _words(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
     words = {token_id: f" {word[1]}" for piece, token_id in vocabulary.items() if (word := _WORD.fullmatch(piece))}
     if not words:
         return {}
-    twice = tokenizer.encode_batch([text * 2 for text in words.values()], add_special_tokens=False)
-    return {i: text for (i, text), encoded in zip(words.items(), twice, strict=True) if encoded.ids == [i, i]}
+    doubled = tokenizer.encode_batch([text * 2 for text in words.values()], add_special_tokens=False)
+    return {i: text for (i, text), encoded in zip(words.items(), doubled, strict=True) if encoded.ids == [i, i]}
 
 
-def _lone_tokens(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
+def _single_tokens(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
     """Return ids (with text) whose text encodes to one token."""
     texts = {i: tokenizer.decode([i]) for i in sorted(tokenizer.get_vocab(with_added_tokens=False).values())}
     return {i: text for i, text in texts.items() if text and count_tokens(tokenizer, text) == 1 and "�" not in text}
@@ -122,10 +122,10 @@ def _lone_tokens(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class PromptSource:
-    """Source of prompts. tokenizer: None if none was found. vocab_size: upper bound of the ids to send; None if unknown."""
+    """Source of prompts."""
 
-    tokenizer: tokenizers.Tokenizer | None
-    vocab_size: int | None
+    tokenizer: tokenizers.Tokenizer | None  # None if none was found
+    vocab_size: int | None  # upper bound of the ids to send; None if unknown
 
     @classmethod
     def find(cls, tokenizer: str | None, size: int | None, facts: ServerFacts) -> "PromptSource":
@@ -134,23 +134,26 @@ class PromptSource:
         Raises:
             UnmakablePromptError: the named tokenizer does not exist.
         """
-        for where in filter(None, (tokenizer,) if tokenizer is not None else (facts.root, facts.model)):
-            try:
-                read = read_tokenizer(where)
-            except UnmakablePromptError:
-                if tokenizer is not None:
-                    raise
-                continue
-            return cls(read, size or max(read.get_vocab(with_added_tokens=True).values(), default=-1) + 1)
+        if tokenizer:
+            return cls._with(read_tokenizer(tokenizer), size)
+        for where in (facts.root, facts.model):
+            if where:
+                with contextlib.suppress(UnmakablePromptError):
+                    return cls._with(read_tokenizer(where), size)
         return cls(None, size)
+
+    @classmethod
+    def _with(cls, tokenizer: tokenizers.Tokenizer, size: int | None) -> "PromptSource":
+        """Create a source with a tokenizer. size: number of ids; None: the tokenizer's."""
+        return cls(tokenizer, size or max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1)
 
     def forms(self, wanted: PromptForm, endpoint: OpenAIEndpoint) -> list[PromptMaker]:
         """Return the prompt forms to try, in this order. Raises `UnmakablePromptError` if there is none."""
-        completions = endpoint == "completions"
-        if wanted == "tokens" and not completions:
+        is_completions = endpoint == "completions"
+        if wanted == "tokens" and not is_completions:
             raise UnmakablePromptError("--prompt-form is tokens, but chat takes text only; use --endpoint completions")
         makers: list[PromptMaker] = []
-        if wanted != "text" and completions and self.vocab_size is not None:
+        if wanted != "text" and is_completions and self.vocab_size is not None:
             # Special tokens could end a random prompt, or start a chat turn.
             special = self.tokenizer.get_added_tokens_decoder() if self.tokenizer else ()
             makers.append(TokenPrompts(self.vocab_size, frozenset(special)))
@@ -159,7 +162,7 @@ class PromptSource:
         if not makers:
             raise UnmakablePromptError(
                 "found no tokenizer for the server's model; name one with --tokenizer (a directory, a tokenizer.json or a "
-                f"Hugging Face repository){', or --vocab-size to send token ids' if completions else ''}"
+                f"Hugging Face repository){', or --vocab-size to send token ids' if is_completions else ''}"
             )
         return makers
 

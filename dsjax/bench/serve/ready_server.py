@@ -28,7 +28,8 @@ class ReadyServer:
     @classmethod
     async def connect(cls, session: aiohttp.ClientSession, options: ServerOptions) -> "ReadyServer":
         """Query a server for its model. Raises `UserError`: no server, key refused, model not served, or named tokenizer not found."""
-        o, url = options, server_url(options.base_url)
+        o = options
+        url = server_url(options.base_url)
         facts = await ask_server(session, url, o.model, o.ready_check_timeout_sec)
         source = PromptSource.find(o.tokenizer, o.vocab_size, facts)
         return cls(o, session, url, facts, source, Client(session, url, facts.model, o, source.token_counter))
@@ -42,7 +43,7 @@ class ReadyServer:
         refused = ""
         for prompts in self.source.forms(self.options.prompt_form, self.options.endpoint):
             dataset = Dataset(workload, prompts, self.source)
-            requests, _ = dataset.draw(WARM_UP_DRAW, self.facts.max_model_len)
+            requests, _ = dataset.fitting_requests(WARM_UP_DRAW, self.facts.max_model_len)
             record = await self.client.send(replace(requests[0], output_tokens=min(2, requests[0].output_tokens)))
             if record.succeeded:
                 return dataset

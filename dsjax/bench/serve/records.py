@@ -23,23 +23,20 @@ class BenchRequest:
 
 @dataclass
 class RequestRecord:
-    """Timeline and result of one request. Times are seconds since the run's start.
-
-    chunk_times: when each chunk that carried tokens was read from the socket. prompt_tokens, output_tokens: as counted by `token_source`.
-    cached_tokens: prompt tokens that hit the server's prefix cache; None if not reported. error: None if the answer is complete, else
-    one line. A record with an error counts only in `failed`.
-    """
+    """Timeline and result of one request. Times are seconds since the run's start."""
 
     arrival: float  # when it was due
     start: float  # when sending began; later than `arrival` if `--max-concurrency` held it back
-    prompt_tokens: int
+    prompt_tokens: int  # as counted by `token_source`
+    # when each chunk that carried tokens was read from the socket
     chunk_times: list[float] = field(default_factory=list)
     end: float = 0.0  # when the last chunk with a choice was read: the end of the answer, before the usage and `[DONE]`
-    output_tokens: int = 0
+    output_tokens: int = 0  # as counted by `token_source`
     token_source: TokenSource = "chunks"
-    cached_tokens: int | None = None
+    cached_tokens: int | None = None  # prompt tokens that hit the server's prefix cache; None if not reported
     finish_reason: str | None = None
     text: str = ""  # the answer, reasoning included
+    # None if the answer is complete, else one line. A record with an error counts only in `failed`
     error: str | None = None
     meant_prompt_tokens: int = field(init=False)  # intended by the dataset
 
@@ -104,7 +101,8 @@ class EventParser:
         """
         text = self._rest + piece
         if self._at_start and len(text) >= len(_BYTE_ORDER_MARK):
-            self._at_start, text = False, text.removeprefix(_BYTE_ORDER_MARK)
+            self._at_start = False
+            text = text.removeprefix(_BYTE_ORDER_MARK)
         *events, self._rest = _END_OF_EVENT.split(text) if b"\r" in text else text.split(b"\n\n")
         if len(self._rest) > _LARGEST_EVENT:
             raise EventStreamError("an event is longer than 16 MiB; the answer is not a stream of events")
@@ -163,9 +161,11 @@ class AnswerReader:
         if self._has_usage:
             record.token_source = "usage"
         elif self._count_tokens is not None:
-            record.output_tokens, record.token_source = max(1, self._count_tokens(record.text)), "tokenizer"
+            record.output_tokens = max(1, self._count_tokens(record.text))
+            record.token_source = "tokenizer"
         else:
-            record.output_tokens, record.token_source = len(record.chunk_times), "chunks"
+            record.output_tokens = len(record.chunk_times)
+            record.token_source = "chunks"
 
     def _take(self, chunk: dict[str, Any], now: float) -> None:
         if chunk.get("error"):

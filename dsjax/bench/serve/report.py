@@ -31,7 +31,7 @@ from rich.table import Table
 from dsjax.bench.serve.records import RequestRecord
 from dsjax.cli.output import writing
 from dsjax.errors import UserError
-from dsjax.progress import counting
+from dsjax.progress import report_progress
 from dsjax.tables import table
 from dsjax.texts import filled
 
@@ -49,10 +49,10 @@ _COLUMNS = (
 )
 
 
-def report(point: dict[str, Any], latencies: Sequence[str], percentiles: Sequence[float]) -> str:
+def render(point: dict[str, Any], latencies: Sequence[str], percentiles: Sequence[float]) -> str:
     """Return the text summary of one point's JSON, without a trailing newline."""
-    shown = ["Mean", "Median", *(f"P{p:g}" for p in percentiles)]
-    return filled("texts", "bench_serve.txt", point=point, latencies=latencies, shown=shown)
+    columns = ["Mean", "Median", *(f"P{p:g}" for p in percentiles)]
+    return filled("texts", "bench_serve.txt", point=point, latencies=latencies, shown=columns)
 
 
 def sweep_table(points: Sequence[dict[str, Any]], swept: str) -> Table:
@@ -72,8 +72,9 @@ Advance = Callable[[RequestRecord], None]
 @contextlib.contextmanager
 def point_progress(console: Console, shown: bool, title: str, total: int) -> Iterator[Advance]:
     """Show the progress of a point; yields a function that counts one request."""
-    begin, done, failed, tokens = time.monotonic(), 0, 0, 0
-    with counting(console, shown, title, total) as report:
+    begin = time.monotonic()
+    done = failed = tokens = 0
+    with report_progress(console, shown, title, total) as report:
 
         def advance(record: RequestRecord) -> None:
             nonlocal done, failed, tokens
@@ -122,8 +123,8 @@ def draw(path: Path, points: Sequence[dict[str, Any]], title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no pyplot: it would look for a display
     from matplotlib.figure import Figure
 
-    shown = [p for p in points if p["output_throughput_per_user"] and p["output_throughput_per_device"]]
-    if not shown:
+    drawn = [p for p in points if p["output_throughput_per_user"] and p["output_throughput_per_device"]]
+    if not drawn:
         raise UserError(
             "nothing to draw: a point needs answers of two tokens or more, and the number of devices (--devices where the "
             "server has no /server_info)"
@@ -131,10 +132,10 @@ def draw(path: Path, points: Sequence[dict[str, Any]], title: str) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    users = [p["output_throughput_per_user"] for p in shown]
-    devices = [p["output_throughput_per_device"] for p in shown]
+    users = [p["output_throughput_per_user"] for p in drawn]
+    devices = [p["output_throughput_per_device"] for p in drawn]
     axes.plot(users, devices, marker="o")
-    for point, x, y in zip(shown, users, devices, strict=True):
+    for point, x, y in zip(drawn, users, devices, strict=True):
         axes.annotate(_label(point), (x, y), textcoords="offset points", xytext=(6, 6), fontsize=8)
     axes.set_xlabel("output tokens / s / user   (1 / median TPOT)")
     axes.set_ylabel("output tokens / s / device")

@@ -47,7 +47,8 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
                 "tps:TOKENS_PER_SECOND"
             )
         if name == "tps":
-            name, limit = "tpot", 1e3 / limit
+            name = "tpot"
+            limit = 1e3 / limit
         objectives[name] = min(limit, objectives.get(name, limit))
     return objectives
 
@@ -77,7 +78,7 @@ def figures(
     chunks = sum(len(r.chunk_times) for r in good)
     latencies = latency_figures(good, percentiles)
     tpot = latencies["median_tpot_ms"]
-    found = {
+    values = {
         "output_throughput_per_user": 1e3 / tpot if tpot else None,
         "error_counts": dict(Counter(r.error for r in records if r.error is not None).most_common()),
         **goodput_figures(records, objectives, wanted),
@@ -99,7 +100,7 @@ def figures(
         "tokens_per_chunk": outputs / chunks if chunks else None,
         "token_sources": dict(Counter(r.token_source for r in good)),
     }
-    return found | latencies
+    return values | latencies
 
 
 def latency_figures(good: Sequence[RequestRecord], percentiles: Sequence[float]) -> dict[str, float | None]:

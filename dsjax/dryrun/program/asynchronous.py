@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dsjax.dryrun.program.text import Computation, Operation, Program
 
-KINDS = (
+COLLECTIVES = (
     "all-gather",
     "all-reduce",
     "all-to-all",
@@ -25,14 +25,14 @@ _BETWEEN = "async_collective_fusion"
 def collective_of(program: Program, operation: Operation) -> tuple[str, Operation] | None:
     """Return ``(kind, the operation with the groups)`` if the operation starts or runs a collective, else None (also for a done)."""
     name = operation.opcode.removesuffix("-start")
-    if name in KINDS:
+    if name in COLLECTIVES:
         return name, operation
     if operation.opcode == "async-start":
-        root = program.computations[operation.computation("calls")].root
-        return (root.opcode, root) if root.opcode in KINDS else None
+        root = program.computations[operation.called("calls")].root
+        return (root.opcode, root) if root.opcode in COLLECTIVES else None
     if operation.opcode == "fusion" and not is_done(program, operation):
-        inner = program.computations[operation.computation("calls")]
-        collectives = [one for one in inner.operations.values() if one.opcode in KINDS]
+        inner = program.computations[operation.called("calls")]
+        collectives = [fused for fused in inner.operations.values() if fused.opcode in COLLECTIVES]
         if collectives and not inner.name.startswith(_BETWEEN):
             return collectives[0].opcode, collectives[0]
     return None
@@ -64,10 +64,10 @@ def start_of(program: Program, computation: Computation, done: Operation) -> str
 def _calls(program: Program, operation: Operation, target: str) -> bool:
     if operation.opcode != "fusion":
         return False
-    root = program.computations[operation.computation("calls")].root
+    root = program.computations[operation.called("calls")].root
     return root.opcode == "custom-call" and target in root.attributes
 
 
 def _channel(program: Program, operation: Operation) -> int | None:
-    inner = program.computations[operation.computation("calls")]
-    return next((one.channel for one in inner.operations.values() if one.opcode in KINDS), None)
+    inner = program.computations[operation.called("calls")]
+    return next((fused.channel for fused in inner.operations.values() if fused.opcode in COLLECTIVES), None)

@@ -21,7 +21,7 @@ _Visited = dict[str, _Paths]
 
 def carried_sums(program: Program, loop: Operation) -> tuple[Operation, ...]:
     """Return the operations that add, in floating point, to elements of a ``while``'s tuple, one per element."""
-    body = program.computations[loop.computation("body")]
+    body = program.computations[loop.called("body")]
     if body.root.opcode != "tuple":
         return ()
     results = [body.operations[name] for name in body.root.operands]
@@ -34,7 +34,7 @@ def _is_carried_sum(program: Program, body: Computation, result: Operation, inde
         return False
 
     def carried_value(operation: Operation) -> _Paths | None:
-        if operation.opcode != "get-tuple-element" or operation.number("index") != index:
+        if operation.opcode != "get-tuple-element" or operation.integer_attribute("index") != index:
             return None
         source = body.operations.get(operation.operands[0])
         return frozenset({False}) if source is not None and source.opcode == "parameter" else None
@@ -77,7 +77,9 @@ def _operand_paths(
     if opcode == "get-tuple-element":
         source = computation.operations.get(operation.operands[0])
         if source is not None and source.opcode == "fusion":
-            return _fusion_paths(program, computation, source, operation.number("index"), leaf_paths, visited)
+            return _fusion_paths(
+                program, computation, source, operation.integer_attribute("index"), leaf_paths, visited
+            )
     return _NONE
 
 
@@ -85,7 +87,7 @@ def _fusion_paths(
     program: Program, computation: Computation, fusion: Operation, result: int, leaf_paths: _Leaf, visited: _Visited
 ) -> _Paths:
     """Follow one result of a fusion through the fusion's parameters to its operands."""
-    fused = program.computations[fusion.computation("calls")]
+    fused = program.computations[fusion.called("calls")]
     root = fused.root
     name = root.operands[result] if root.opcode == "tuple" else root.name
     operands = {parameter.name: fusion.operands[place] for place, parameter in enumerate(fused.parameters)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dsjax.dryrun.program.asynchronous import KINDS, collective_of, is_done, is_start, start_of
+from dsjax.dryrun.program.asynchronous import COLLECTIVES, collective_of, is_done, is_start, start_of
 from dsjax.dryrun.program.groups import Groups, mesh_axes, replica_groups, source_target_pairs
 from dsjax.dryrun.program.text import Operation, Program, Shape, item_bits
 from dsjax.dryrun.program.walk import Executed, TripCount, executed
@@ -13,32 +13,23 @@ from dsjax.dryrun.program.walk import Executed, TripCount, executed
 
 @dataclass(frozen=True)
 class ProgramCollective:
-    """One collective operation of a program, on one device.
-
-    kind: HLO's name. axes: mesh axes it runs along, None if its groups follow no axes; ranks: devices in a group;
-        neighbours: how many of them are on one host, including the device itself.
-    operand: its input arrays, in the dtype before the backend widened them (see ``true_dtypes``).
-    times: runs in one run of the program; data_dependent: see ``Executed``.
-    bytes_inside, bytes_between: bytes per run that a device sends to its own host and to other hosts, the maximum over devices.
-        Every device sends directly to every other; a ring sends as many bytes in total. For ``ragged-all-to-all``: the upper
-        bound of the mean over devices.
-    asynchronous: whether it is a start / done pair of the schedule; beside: operations scheduled between the two.
-    op_name: the model's scopes; empty if XLA created the operation.
-    """
+    """One collective operation of a program, on one device."""
 
     name: str
-    kind: str
-    axes: tuple[str, ...] | None
-    ranks: int
-    neighbours: int
-    operand: tuple[Shape, ...]
-    times: float
-    data_dependent: bool
+    kind: str  # HLO's name
+    axes: tuple[str, ...] | None  # mesh axes it runs along, None if its groups follow no axes
+    ranks: int  # devices in a group
+    neighbours: int  # how many of them are on one host, including the device itself
+    operand: tuple[Shape, ...]  # its input arrays, in the dtype before the backend widened them (see ``true_dtypes``)
+    times: float  # runs in one run of the program
+    data_dependent: bool  # see ``Executed``
+    # bytes per run that a device sends to its own host, the maximum over devices. Every device sends directly to every other; a ring sends
+    # as many bytes in total. For ``ragged-all-to-all``: the upper bound of the mean over devices
     bytes_inside: int
-    bytes_between: int
-    asynchronous: bool
-    beside: tuple[str, ...]
-    op_name: str
+    bytes_between: int  # the same to other hosts
+    asynchronous: bool  # whether it is a start / done pair of the schedule
+    beside: tuple[str, ...]  # operations scheduled between the two
+    op_name: str  # the model's scopes; empty if XLA created the operation
 
     @property
     def participants(self) -> str:
@@ -77,9 +68,9 @@ def program_collectives(
     for size in mesh.values():
         devices *= size
     collectives = []
-    for one in executed(program, trip_count):
-        collective = collective_of(program, one.operation)
-        if collective is None or one.times == 0:
+    for run in executed(program, trip_count):
+        collective = collective_of(program, run.operation)
+        if collective is None or run.times == 0:
             continue
         kind, inner = collective
         groups = (
@@ -89,24 +80,24 @@ def program_collectives(
         )
         if kind != "collective-permute" and max(map(len, groups), default=1) < 2:
             continue
-        operand = _operand(one, inner, kind, dtypes)
-        inside, between = _most_sent(kind, groups, _sendable_bytes(one, kind, operand), host_devices)
-        beside = _operations_until_done(program, one)
+        operand = _operand(run, inner, kind, dtypes)
+        inside, between = _most_sent(kind, groups, _sendable_bytes(run, kind, operand), host_devices)
+        beside = _operations_until_done(program, run)
         collectives.append(
             ProgramCollective(
-                name=one.operation.name,
+                name=run.operation.name,
                 kind=kind,
                 axes=_permutation_axes(groups, mesh) if kind == "collective-permute" else mesh_axes(groups, mesh),
                 ranks=2 if kind == "collective-permute" else max(map(len, groups)),
                 neighbours=_fewest_on_host(groups, host_devices),
                 operand=operand,
-                times=one.times,
-                data_dependent=one.data_dependent,
+                times=run.times,
+                data_dependent=run.data_dependent,
                 bytes_inside=inside,
                 bytes_between=between,
                 asynchronous=beside is not None,
                 beside=beside or (),
-                op_name=inner.op_name or one.operation.op_name,
+                op_name=inner.op_name or run.operation.op_name,
             )
         )
     return tuple(collectives)
@@ -125,7 +116,7 @@ def true_dtypes(partitioned: Program) -> TrueDtypes:
     ambiguous = set()
     for computation in partitioned.computations.values():
         for operation in computation.operations.values():
-            if operation.opcode not in KINDS or operation.channel is None:
+            if operation.opcode not in COLLECTIVES or operation.channel is None:
                 continue
             key = (operation.opcode, operation.channel, _elements(operation))
             if dtypes.setdefault(key, operation.shapes[0].dtype) != operation.shapes[0].dtype:
@@ -133,10 +124,10 @@ def true_dtypes(partitioned: Program) -> TrueDtypes:
     return {key: dtype for key, dtype in dtypes.items() if key not in ambiguous}
 
 
-def _operand(one: Executed, inner: Operation, kind: str, dtypes: TrueDtypes | None) -> tuple[Shape, ...]:
+def _operand(run: Executed, inner: Operation, kind: str, dtypes: TrueDtypes | None) -> tuple[Shape, ...]:
     """Return the input arrays, with sizes from the operands, and dtypes from before the backend's changes where known."""
-    known = one.computation.operations
-    names = one.operation.operands[:1] if kind == "ragged-all-to-all" else one.operation.operands
+    known = run.computation.operations
+    names = run.operation.operands[:1] if kind == "ragged-all-to-all" else run.operation.operands
     shapes = tuple(shape for name in names for shape in known[name].shapes)
     dtype = dtypes.get((kind, inner.channel or 0, _elements(inner))) if dtypes else None
     if dtype is None:
@@ -144,7 +135,7 @@ def _operand(one: Executed, inner: Operation, kind: str, dtypes: TrueDtypes | No
     return tuple(Shape(dtype, s.dims, s.space) if item_bits(dtype) < item_bits(s.dtype) else s for s in shapes)
 
 
-def _sendable_bytes(one: Executed, kind: str, operand: tuple[Shape, ...]) -> int:
+def _sendable_bytes(run: Executed, kind: str, operand: tuple[Shape, ...]) -> int:
     """Return the bytes of the operand that can be sent, including the device's part for itself.
 
     A ragged exchange has buffers for the worst case. In total, devices send as much as they receive, so the mean over devices is at
@@ -153,7 +144,7 @@ def _sendable_bytes(one: Executed, kind: str, operand: tuple[Shape, ...]) -> int
     size = sum(shape.nbytes for shape in operand)
     if kind != "ragged-all-to-all":
         return size
-    return min(size, one.computation.operations[one.operation.operands[1]].nbytes)
+    return min(size, run.computation.operations[run.operation.operands[1]].nbytes)
 
 
 def _elements(operation: Operation) -> int:
@@ -204,14 +195,14 @@ def _permutation_axes(pairs: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]
     return tuple(axis for axis in mesh if axis in changed)
 
 
-def _operations_until_done(program: Program, one: Executed) -> tuple[str, ...] | None:
+def _operations_until_done(program: Program, run: Executed) -> tuple[str, ...] | None:
     """Return the names of the operations scheduled between a start and its done; None for a synchronous collective."""
-    if not is_start(program, one.operation):
+    if not is_start(program, run.operation):
         return None
-    scheduled = list(one.computation.operations.values())
+    scheduled = list(run.computation.operations.values())
     names: list[str] = []
-    for operation in scheduled[scheduled.index(one.operation) + 1 :]:
-        if is_done(program, operation) and start_of(program, one.computation, operation) == one.operation.name:
+    for operation in scheduled[scheduled.index(run.operation) + 1 :]:
+        if is_done(program, operation) and start_of(program, run.computation, operation) == run.operation.name:
             break
         if operation.opcode not in _FREE:
             names.append(operation.name)

@@ -31,7 +31,7 @@ def convolution_flops(operation: Operation, left: Shape, right: Shape) -> int:
             operation.shapes[0].dims[out_labels.index(label)],
             {name: values[axis] for name, values in window.items() if axis < len(values)},
         )
-    batch = left.dims[left_labels.index("b")] // (operation.number("batch_group_count") or 1)
+    batch = left.dims[left_labels.index("b")] // (operation.integer_attribute("batch_group_count") or 1)
     features = right.dims[right_labels.index("i")] * right.dims[right_labels.index("o")]
     return 2 * batch * features * positions
 

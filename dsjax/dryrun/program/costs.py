@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from dsjax.dryrun.program.asynchronous import KINDS, collective_of, is_done
+from dsjax.dryrun.program.asynchronous import COLLECTIVES, collective_of, is_done
 from dsjax.dryrun.program.convolutions import convolution_flops
 from dsjax.dryrun.program.text import Computation, Operation, Program
 from dsjax.dryrun.program.walk import TripCount, executed
@@ -37,19 +37,14 @@ _UPDATES = ("dynamic-update-slice", "scatter")
 
 @dataclass(frozen=True)
 class ProgramCosts:
-    """Costs of one device in one run of the program.
+    """Costs of one device in one run of the program."""
 
-    flops: of matrix products, two for a multiply-add. flops_by_dtype: the same by operand dtype. bytes: read and written by scheduled
-    operations. flops_assumed, bytes_assumed: the part in loops whose trip count was assumed. uncounted: custom calls whose operations the
-    text does not show → number of runs.
-    """
-
-    flops: float
-    flops_by_dtype: dict[str, float]
-    bytes: float
-    flops_assumed: float
-    bytes_assumed: float
-    uncounted: dict[str, float] = field(default_factory=dict)
+    flops: float  # of matrix products, two for a multiply-add
+    flops_by_dtype: dict[str, float]  # the same by operand dtype
+    bytes: float  # read and written by scheduled operations
+    flops_assumed: float  # the part in loops whose trip count was assumed
+    bytes_assumed: float  # likewise
+    uncounted: dict[str, float] = field(default_factory=dict)  # custom call that hides its operations → number of runs
 
 
 def program_costs(program: Program, *, trip_count: TripCount = lambda loop: None) -> ProgramCosts:
@@ -57,30 +52,29 @@ def program_costs(program: Program, *, trip_count: TripCount = lambda loop: None
     by_dtype: dict[str, float] = {}
     uncounted: dict[str, float] = {}
     flops = moved = flops_assumed = bytes_assumed = 0.0
-    for one in executed(program, trip_count):
-        stated = stated_cost(one.operation)
-        assumed = one.data_dependent or bool(stated and stated.assumed)
-        for dtype, count in products(program, one.computation, one.operation):
-            by_dtype[dtype] = by_dtype.get(dtype, 0.0) + one.times * count
-            flops += one.times * count
-            flops_assumed += one.times * count if assumed else 0.0
-        size = one.times * bytes_moved(program, one.computation, one.operation)
+    for run in executed(program, trip_count):
+        stated = stated_cost(run.operation)
+        is_assumed = run.data_dependent or bool(stated and stated.assumed)
+        for dtype, count in products(program, run.computation, run.operation):
+            by_dtype[dtype] = by_dtype.get(dtype, 0.0) + run.times * count
+            flops += run.times * count
+            flops_assumed += run.times * count if is_assumed else 0.0
+        size = run.times * bytes_moved(program, run.computation, run.operation)
         moved += size
-        bytes_assumed += size if assumed else 0.0
-        counted = stated or gemm_dimensions(one.computation, one.operation)
-        if one.operation.opcode == "custom-call" and not counted:
-            name = call_target(one.operation)
+        bytes_assumed += size if is_assumed else 0.0
+        is_counted = stated or gemm_dimensions(run.computation, run.operation)
+        if run.operation.opcode == "custom-call" and not is_counted:
+            name = call_target(run.operation)
             if name not in ORDERING:
-                uncounted[name] = uncounted.get(name, 0.0) + one.times
+                uncounted[name] = uncounted.get(name, 0.0) + run.times
     return ProgramCosts(flops, by_dtype, moved, flops_assumed, bytes_assumed, uncounted)
 
 
 def bytes_moved(program: Program, computation: Computation, operation: Operation) -> int:
     """Return the bytes of main memory that one scheduled operation reads and writes; 0 for ``FREE`` operations and collectives."""
     opcode = operation.opcode
-    if opcode in FREE or opcode.endswith(("-start", "-done", "-update")) or opcode in KINDS:
+    if opcode in FREE or opcode.endswith(("-start", "-done", "-update")) or opcode in COLLECTIVES:
         return 0
-    known = computation.operations
     stated = stated_cost(operation)
     if stated:
         return round(stated.bytes)
@@ -89,33 +83,40 @@ def bytes_moved(program: Program, computation: Computation, operation: Operation
     if opcode == "fusion":
         if collective_of(program, operation) or is_done(program, operation):
             return 0
-        inner = program.computations[operation.computation("calls")]
+        inner = program.computations[operation.called("calls")]
         return sum(_read(program, inner, parameter) for parameter in inner.parameters) + _written(inner, operation)
     if opcode in _SLICES:
         return 2 * operation.memory_bytes
     if opcode in _UPDATES:
-        return 2 * known[operation.operands[1 if opcode == "dynamic-update-slice" else -1]].memory_bytes
-    return operation.memory_bytes + sum(known[name].memory_bytes for name in operation.operands if name in known)
+        return 2 * _update_operand(computation, operation).memory_bytes
+    operands = [computation.operations[name] for name in operation.operands if name in computation.operations]
+    return operation.memory_bytes + sum(operand.memory_bytes for operand in operands)
+
+
+def _update_operand(computation: Computation, operation: Operation) -> Operation:
+    """Return the values that one of ``_UPDATES`` writes: operand 1 of a dynamic-update-slice, the last of a scatter."""
+    return computation.operations[operation.operands[1 if operation.opcode == "dynamic-update-slice" else -1]]
 
 
 def _read(program: Program, inner: Computation, parameter: Operation) -> int:
     """Return the bytes that a fusion reads of a parameter: only the slices, if it is only sliced."""
-    read, pending = 0, [parameter]
+    read = 0
+    pending = [parameter]
     while pending:
         value = pending.pop()
         for user in inner.users.get(value.name, ()):
-            first = user.operands[0] == value.name and value.name not in user.operands[1:]
-            if user.opcode in _SLICES and first:
+            only_as_base = user.operands[0] == value.name and value.name not in user.operands[1:]
+            if user.opcode in _SLICES and only_as_base:
                 read += user.nbytes
-            elif user.opcode in _UPDATES and first:
+            elif user.opcode in _UPDATES and only_as_base:
                 continue  # updated in place: ``_written`` counts the update
             elif user.opcode in _RENAMES:
                 pending.append(user)
             elif user.opcode == "fusion":
-                nested = program.computations[user.computation("calls")]
-                places = [place for place, name in enumerate(user.operands) if name == value.name]
-                read += sum(_read(program, nested, nested.parameters[place]) for place in places)
-            elif user.opcode in KINDS or (user is inner.root and user.opcode == "tuple"):
+                nested = program.computations[user.called("calls")]
+                same = [nested.parameters[i] for i, name in enumerate(user.operands) if name == value.name]
+                read += sum(_read(program, nested, nested_parameter) for nested_parameter in same)
+            elif user.opcode in COLLECTIVES or (user is inner.root and user.opcode == "tuple"):
                 continue  # moved by the collective, or passed on
             else:
                 return parameter.memory_bytes
@@ -126,13 +127,14 @@ def _written(inner: Computation, fusion: Operation) -> int:
     root = inner.root
     results = [inner.operations[name] for name in root.operands] if root.opcode == "tuple" else [root]
     written = 0
+    # A root with several results that is not a tuple operation counts once, with all its bytes: then there are more shapes.
     for result, shape in zip(results, fusion.shapes, strict=False):
         while result.opcode in _RENAMES and result.operands:
             result = inner.operations[result.operands[0]]
-        if shape.space or result.opcode == "parameter" or result.opcode in KINDS:
+        if shape.space or result.opcode == "parameter" or result.opcode in COLLECTIVES:
             continue
         if result.opcode in _UPDATES:
-            written += inner.operations[result.operands[1 if result.opcode == "dynamic-update-slice" else -1]].nbytes
+            written += _update_operand(inner, result).nbytes
         else:
             written += result.nbytes
     return written
@@ -141,11 +143,10 @@ def _written(inner: Computation, fusion: Operation) -> int:
 def products(program: Program, computation: Computation, operation: Operation) -> Iterator[tuple[str, int]]:
     """Yield ``(dtype of the left operand, FLOPs)`` of the matrix products in one scheduled operation."""
     if operation.opcode == "fusion":
-        inner = program.computations[operation.computation("calls")]
-        for one in inner.operations.values():
-            yield from products(program, inner, one)
+        inner = program.computations[operation.called("calls")]
+        for fused in inner.operations.values():
+            yield from products(program, inner, fused)
         return
-    contracting = None
     stated = stated_cost(operation)
     if stated:
         if stated.flops:
@@ -154,27 +155,26 @@ def products(program: Program, computation: Computation, operation: Operation) -
         left, right = (computation.operations[name].shapes[0] for name in operation.operands)
         yield left.dtype, convolution_flops(operation, left, right)
     elif operation.opcode == "dot":
-        contracting = operation.integers("lhs_contracting_dims")
-    elif operation.opcode == "custom-call":
-        contracting = gemm_dimensions(computation, operation)
-    if contracting is None:
-        return
-    left = computation.operations[operation.operands[0]].shapes[0]
+        yield _product_flops(computation, operation, operation.integers_attribute("lhs_contracting_dims"))
+    elif (contracting := gemm_dimensions(computation, operation)) is not None:
+        yield _product_flops(computation, operation, contracting)
+
+
+def _product_flops(computation: Computation, product: Operation, contracting: tuple[int, ...]) -> tuple[str, int]:
+    """Return ``(dtype, FLOPs)`` of a product that contracts these dimensions of its left operand."""
+    left = computation.operations[product.operands[0]].shapes[0]
     depth = math.prod(left.dims[axis] for axis in contracting)
-    yield left.dtype, 2 * operation.shapes[0].size * depth
+    return left.dtype, 2 * product.shapes[0].size * depth
 
 
 @dataclass(frozen=True)
 class StatedCost:
-    """Costs in a custom call's metadata: FLOPs of its products, dtype of their operands, bytes of main memory.
+    """Costs in a custom call's metadata."""
 
-    assumed: whether the figures depend on values and are therefore assumptions.
-    """
-
-    flops: float
-    bytes: float
-    dtype: str
-    assumed: bool
+    flops: float  # of its products
+    bytes: float  # of main memory
+    dtype: str  # of the products' operands
+    assumed: bool  # whether the figures depend on values and are therefore assumptions
 
 
 def stated_cost(operation: Operation) -> StatedCost | None:

@@ -21,7 +21,8 @@ def replica_groups(attributes: str, devices: int) -> Groups:
     """Return a collective's groups from its attributes; without any, all ``devices`` form one group."""
     if match := _MESH.search(attributes):
         axes = re.findall(r"'?([\w\-.]+)'?=(\d+)", match.group(1))
-        names, sizes = [name for name, _ in axes], [int(size) for _, size in axes]
+        names = [name for name, _ in axes]
+        sizes = [int(size) for _, size in axes]
         ids = _iota(match.group(2) or str(np.prod(sizes)), match.group(3)).reshape(sizes)
         return _along(ids, [names.index(name) for name in re.findall(r"'?([\w\-.]+)'?(?:,|$)", match.group(4))])
     if match := _IOTA.search(attributes):

@@ -15,19 +15,19 @@ def known_trip_count(program: Program, computation: Computation, loop: Operation
     """
     if loop.trip_count is not None:
         return loop.trip_count
-    condition, body = (program.computations[loop.computation(part)] for part in ("condition", "body"))
+    condition, body = (program.computations[loop.called(part)] for part in ("condition", "body"))
     compared = condition.root
     if compared.opcode != "compare" or "direction=LT" not in compared.attributes:
         return None
     counter, limit = (_origin(condition, name) for name in compared.operands)
     if counter is None or limit is None or counter.opcode != "get-tuple-element":
         return None
-    index = counter.number("index")
+    index = counter.integer_attribute("index")
     before = _element(computation, loop.operands[0], index)
     first = _integer(before)
     last = _integer(limit)
-    if limit.opcode == "get-tuple-element" and _is_unchanged(body, limit.number("index")):
-        last = _integer(_element(computation, loop.operands[0], limit.number("index")))
+    if limit.opcode == "get-tuple-element" and _is_unchanged(body, limit.integer_attribute("index")):
+        last = _integer(_element(computation, loop.operands[0], limit.integer_attribute("index")))
     if first is None or last is None or not _adds_one(body, index):
         return None
     return max(0, last - first)
@@ -49,13 +49,17 @@ def _element(computation: Computation, name: str, index: int) -> Operation | Non
 def _integer(operation: Operation | None) -> int | None:
     if operation is None or operation.opcode != "constant":
         return None
-    return int(operation.literal) if operation.literal.lstrip("-").isdigit() else None
+    return int(operation.arguments_text) if operation.arguments_text.lstrip("-").isdigit() else None
 
 
 def _is_unchanged(body: Computation, index: int) -> bool:
     """Whether the body returns an element of its tuple unchanged."""
     operation = _element(body, body.root.name, index)
-    return operation is not None and operation.opcode == "get-tuple-element" and operation.number("index") == index
+    return (
+        operation is not None
+        and operation.opcode == "get-tuple-element"
+        and operation.integer_attribute("index") == index
+    )
 
 
 def _adds_one(body: Computation, index: int) -> bool:
@@ -64,4 +68,5 @@ def _adds_one(body: Computation, index: int) -> bool:
         return False
     terms = [_origin(body, name) for name in added.operands]
     counters = [term for term in terms if term is not None and term.opcode == "get-tuple-element"]
-    return [one.number("index") for one in counters] == [index] and 1 in [_integer(term) for term in terms]
+    indices = [counter.integer_attribute("index") for counter in counters]
+    return indices == [index] and 1 in map(_integer, terms)

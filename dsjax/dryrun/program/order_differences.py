@@ -15,7 +15,7 @@ def signatures(reductions: Iterable[Reduction], location: Callable[[Reduction], 
     by_location: dict[str, set[str]] = {}
     for reduction in reductions:
         by_location.setdefault(location(reduction), set()).add(reduction.signature)
-    return {place: frozenset(found) for place, found in by_location.items()}
+    return {place: frozenset(values) for place, values in by_location.items()}
 
 
 def order_differences(first: Signatures, second: Signatures) -> dict[tuple[str, str], tuple[str, ...]]:

@@ -52,29 +52,22 @@ _MAX_VISITED = 16
 
 @dataclass(frozen=True)
 class Reduction:
-    """One sum on one device.
+    """One sum on one device."""
 
-    name: the scheduled operation. op_name: where JAX traced it. carrier, what: what computes the sum: a ``kernel`` by its name, a
-    ``library`` by its call, a ``product`` or ``reduce`` that the compiler tiles, a ``scatter``, a ``collective`` by its kind, a
-    ``loop`` that carries the sum across iterations, or an ``unknown`` call.
-    dtype: of the result. depth: terms per element on this device; None if unknown or dependent on values.
-    order: the order as far as the program states it. is_complete: whether that is all, so that programs with equal ``order`` add alike.
-    depends: what the order may depend on (``MESH`` …); empty if the program's text fixes the order. why: the reason, as text.
-    axes: mesh axes of a collective. times: executions per run of the program.
-    """
-
-    name: str
-    op_name: str
-    carrier: Carrier
+    name: str  # the scheduled operation
+    op_name: str  # where JAX traced it
+    carrier: Carrier  # kind of what computes the sum
+    # a kernel by its name, a library by its call, a product or reduce that the compiler tiles, a scatter, a collective by its kind, a loop
+    # that carries the sum across iterations, or an unknown call
     what: str
-    dtype: str
-    depth: int | None
-    order: str
-    is_complete: bool
-    depends: tuple[str, ...]
-    why: str
-    axes: tuple[str, ...] | None = None
-    times: float = 1.0
+    dtype: str  # of the result
+    depth: int | None  # terms per element on this device; None if unknown or dependent on values
+    order: str  # the order as far as the program states it
+    is_complete: bool  # whether that is all, so that programs with equal ``order`` add alike
+    depends: tuple[str, ...]  # what the order may depend on (``MESH`` …); empty if the program's text fixes the order
+    why: str  # the reason, as text
+    axes: tuple[str, ...] | None = None  # mesh axes of a collective
+    times: float = 1.0  # executions per run of the program
 
     @property
     def signature(self) -> str:
@@ -92,46 +85,46 @@ class Reduction:
 def program_reductions(program: Program, mesh: Mapping[str, int], platform: Platform) -> tuple[Reduction, ...]:
     """Return the sums in schedule order. mesh: axis → size, major first; platform: the compiler's target."""
     devices = math.prod(mesh.values())
-    found: list[Reduction] = []
-    for one in executed(program):
-        if one.times:
-            found.extend(_operation_sums(program, one, mesh, devices, platform))
-    return tuple(found)
+    reductions: list[Reduction] = []
+    for run in executed(program):
+        if run.times:
+            reductions.extend(_operation_sums(program, run, mesh, devices, platform))
+    return tuple(reductions)
 
 
 def _operation_sums(
-    program: Program, one: Executed, mesh: Mapping[str, int], devices: int, platform: Platform
+    program: Program, run: Executed, mesh: Mapping[str, int], devices: int, platform: Platform
 ) -> Iterator[Reduction]:
-    operation = one.operation
+    operation = run.operation
     collective = collective_of(program, operation)
     if collective:
         if collective[0] in ("all-reduce", "reduce-scatter"):
-            yield from _collective_sums(program, one, *collective, mesh, devices)
+            yield from _collective_sums(program, run, *collective, mesh, devices)
         return
     if operation.opcode == "while":
-        yield from _loop_sums(program, one)
+        yield from _loop_sums(program, run)
     elif operation.opcode == "custom-call":
-        yield from _call_sums(one)
+        yield from _call_sums(run)
     elif operation.opcode == "fusion":
-        inner = program.computations[operation.computation("calls")]
-        yield from _fusion_sums(program, one, inner, tiling_of(program, operation, platform), platform)
+        inner = program.computations[operation.called("calls")]
+        yield from _fusion_sums(program, run, inner, tiling_of(program, operation, platform), platform)
     else:
-        yield from _arithmetic_sums(program, one, one.computation, operation, NO_TILING, platform)
+        yield from _arithmetic_sums(program, run, run.computation, operation, NO_TILING, platform)
 
 
-def _fusion_sums(program: Program, one: Executed, inner: Computation, tiling: Tiling, platform: Platform):
+def _fusion_sums(program: Program, run: Executed, inner: Computation, tiling: Tiling, platform: Platform):
     for operation in inner.operations.values():
         if operation.opcode == "fusion":
-            nested = program.computations[operation.computation("calls")]
-            yield from _fusion_sums(program, one, nested, tiling.around(operation), platform)
+            nested = program.computations[operation.called("calls")]
+            yield from _fusion_sums(program, run, nested, tiling.around(operation), platform)
         elif operation.opcode == "custom-call":
-            yield from _call_sums(Executed(operation, inner, one.times, one.data_dependent))
+            yield from _call_sums(Executed(operation, inner, run.times, run.data_dependent))
         else:
-            yield from _arithmetic_sums(program, one, inner, operation, tiling, platform)
+            yield from _arithmetic_sums(program, run, inner, operation, tiling, platform)
 
 
 def _arithmetic_sums(
-    program: Program, one: Executed, computation: Computation, operation: Operation, tiling: Tiling, platform: Platform
+    program: Program, run: Executed, computation: Computation, operation: Operation, tiling: Tiling, platform: Platform
 ):
     """Yield the sum of a product, a reduction, a window reduction or a scatter, by itself or inside a fusion."""
     opcode = operation.opcode
@@ -141,7 +134,7 @@ def _arithmetic_sums(
     if not is_float(dtype):
         return
     if opcode == "scatter" or opcode == "select-and-scatter":
-        yield from _scatter_sums(program, one, operation, platform)
+        yield from _scatter_sums(program, run, operation, platform)
         return
     if opcode not in _PRODUCTS and not _adds(program, operation):
         return
@@ -157,17 +150,20 @@ def _arithmetic_sums(
         what = "terms of a product" if _traced_as_product(operation) else "window" if "window" in opcode else "terms"
     order = tiling.words(computation, operation)
     if order == SEQUENCE:
-        depends, why, is_complete = (), "one thread adds in sequence", True
+        depends = ()
+        why = "one thread adds in sequence"
+        is_complete = True
     else:
-        depends, is_complete = (COMPILER,), tiling.is_complete and bool(order)
+        depends = (COMPILER,)
+        is_complete = tiling.is_complete and bool(order)
         why = (
             "the compiler tiles it for this shape"
             if is_complete
             else "the compiler tiles it for this shape, and the program does not tell how"
         )
     yield Reduction(
-        one.operation.name, operation.op_name or one.operation.op_name, carrier, what, dtype, depth, order, is_complete,
-        depends, why, times=one.times,
+        run.operation.name, operation.op_name or run.operation.op_name, carrier, what, dtype, depth, order, is_complete,
+        depends, why, times=run.times,
     )  # fmt: skip
 
 
@@ -175,28 +171,30 @@ def _traced_as_product(operation: Operation) -> bool:
     return operation.op_name.rpartition("/")[2].startswith("dot_general")
 
 
-def _scatter_sums(program: Program, one: Executed, operation: Operation, platform: Platform):
+def _scatter_sums(program: Program, run: Executed, operation: Operation, platform: Platform):
     if not _adds(program, operation):
         return
-    unique = "unique_indices=true" in operation.attributes
-    if unique:
-        order, depends, why = "one term for each place", (), "each place is added to once"
+    is_unique = "unique_indices=true" in operation.attributes
+    if is_unique:
+        order = "one term for each place"
+        depends = ()
+        why = "each place is added to once"
     elif platform == "gpu":
-        order, depends, why = (
-            "atomic",
-            (TIMING, ROWS),
-            "threads add with atomic operations, in the order in which they come",
-        )
+        order = "atomic"
+        depends = (TIMING, ROWS)
+        why = "threads add with atomic operations, in the order in which they come"
     else:
-        order, depends, why = "in the order of the updates", (ROWS,), "updates of other rows stand between a row's own"
+        order = "in the order of the updates"
+        depends = (ROWS,)
+        why = "updates of other rows stand between a row's own"
     yield Reduction(
-        one.operation.name, operation.op_name or one.operation.op_name, "scatter", operation.opcode, operation.shapes[0].dtype,
-        1 if unique else None, order, True, depends, why, times=one.times,
+        run.operation.name, operation.op_name or run.operation.op_name, "scatter", operation.opcode, operation.shapes[0].dtype,
+        1 if is_unique else None, order, is_complete=True, depends=depends, why=why, times=run.times,
     )  # fmt: skip
 
 
 def _collective_sums(
-    program: Program, one: Executed, kind: str, inner: Operation, mesh: Mapping[str, int], devices: int
+    program: Program, run: Executed, kind: str, inner: Operation, mesh: Mapping[str, int], devices: int
 ) -> Iterator[Reduction]:
     groups = replica_groups(inner.attributes, devices)
     ranks = max(map(len, groups), default=1)
@@ -204,22 +202,23 @@ def _collective_sums(
     if ranks < 2 or not shapes or not _adds(program, inner):
         return
     yield Reduction(
-        one.operation.name, inner.op_name or one.operation.op_name or _path_of_operand(one, kind), "collective",
-        f"{kind} of masked values" if _is_masked(program, one) else kind,
-        shapes[0].dtype, ranks, "", False, (MESH,),
-        f"as many terms as devices ({ranks}), added in the order of the collective's algorithm",
-        axes=mesh_axes(groups, mesh), times=one.times,
+        run.operation.name, inner.op_name or run.operation.op_name or _path_of_operand(run, kind), "collective",
+        f"{kind} of masked values" if _is_masked(program, run) else kind,
+        shapes[0].dtype, ranks, "", is_complete=False, depends=(MESH,),
+        why=f"as many terms as devices ({ranks}), added in the order of the collective's algorithm",
+        axes=mesh_axes(groups, mesh), times=run.times,
     )  # fmt: skip
 
 
-def _is_masked(program: Program, one: Executed) -> bool:
+def _is_masked(program: Program, run: Executed) -> bool:
     """Whether each device contributes either a value or zero to a collective, for example if only one device has the value."""
-    if not one.operation.operands:
+    if not run.operation.operands:
         return False
-    computation, operation = one.computation, one.computation.operations.get(one.operation.operands[0])
+    computation = run.computation
+    operation = computation.operations.get(run.operation.operands[0])
     while operation is not None:
         if operation.opcode == "fusion":
-            computation = program.computations[operation.computation("calls")]
+            computation = program.computations[operation.called("calls")]
             operation = computation.root
         elif operation.opcode in ("bitcast", "copy", "convert", "reshape"):
             operation = computation.operations.get(operation.operands[0])
@@ -229,42 +228,44 @@ def _is_masked(program: Program, one: Executed) -> bool:
         return False
     branches = [computation.operations.get(name) for name in operation.operands[1:]]
     sources = [computation.operations.get(b.operands[0]) if b and b.opcode == "broadcast" else b for b in branches]
-    return any(s is not None and s.opcode == "constant" and s.literal in ("0", "-0") for s in sources)
+    return any(s is not None and s.opcode == "constant" and s.arguments_text in ("0", "-0") for s in sources)
 
 
-def _path_of_operand(one: Executed, kind: str) -> str:
+def _path_of_operand(run: Executed, kind: str) -> str:
     """Name a collective that the compiler derived from another by its operand's scope and its kind; empty if no scope is found."""
-    pending, seen = list(one.operation.operands), set()
+    pending = list(run.operation.operands)
+    visited = set()
     while pending:
-        operation = one.computation.operations.get(pending.pop(0))
-        if operation is None or operation.name in seen or len(seen) > _MAX_VISITED:
+        operation = run.computation.operations.get(pending.pop(0))
+        if operation is None or operation.name in visited or len(visited) > _MAX_VISITED:
             continue
         if operation.op_name:
             return f"{operation.op_name.rpartition('/')[0]}/{kind}"
-        seen.add(operation.name)
+        visited.add(operation.name)
         pending.extend(operation.operands)
     return ""
 
 
-def _loop_sums(program: Program, one: Executed) -> Iterator[Reduction]:
-    sums = carried_sums(program, one.operation)
+def _loop_sums(program: Program, run: Executed) -> Iterator[Reduction]:
+    sums = carried_sums(program, run.operation)
     if not sums:
         return
-    trips = known_trip_count(program, one.computation, one.operation)
+    trips = known_trip_count(program, run.computation, run.operation)
     if trips == 1:
         return
-    for dtype in dict.fromkeys(made.shapes[0].dtype for made in sums):
+    for dtype in dict.fromkeys(operation.shapes[0].dtype for operation in sums):
         yield Reduction(
-            one.operation.name, one.operation.op_name, "loop", "sum carried from turn to turn", dtype, trips, "turn by turn", True,
-            () if trips is not None else (VALUES,),
-            "one turn after the other" if trips is not None else "as many turns as values ask for, of which the text tells no number",
-            times=one.times,
+            run.operation.name, run.operation.op_name, "loop", "sum carried from turn to turn", dtype, trips, "turn by turn",
+            is_complete=True, depends=() if trips is not None else (VALUES,),
+            why="one turn after the other" if trips is not None else "as many turns as values ask for, of which the text tells no number",
+            times=run.times,
         )  # fmt: skip
 
 
-def _call_sums(one: Executed) -> Iterator[Reduction]:
-    operation = one.operation
-    target, dtype = call_target(operation), operation.shapes[0].dtype if operation.shapes else ""
+def _call_sums(run: Executed) -> Iterator[Reduction]:
+    operation = run.operation
+    target = call_target(operation)
+    dtype = operation.shapes[0].dtype if operation.shapes else ""
     stated = stated_order(operation)
     names = (operation.name, operation.op_name)
     if stated is not None:
@@ -276,33 +277,33 @@ def _call_sums(one: Executed) -> Iterator[Reduction]:
             else "its sizes are the same for every shape"
         )
         yield Reduction(
-            *names, "kernel", stated.name, dtype, None, stated.words, True, stated.depends, why, times=one.times
+            *names, "kernel", stated.name, dtype, None, stated.words, True, stated.depends, why, times=run.times
         )  # fmt: skip
     elif target in _MOVING_CALLS or not any(is_float(shape.dtype) for shape in operation.shapes):
         return
     elif _LIBRARIES.search(target):
-        contracting = gemm_dimensions(one.computation, operation)
-        left = one.computation.operations.get(operation.operands[0]) if operation.operands else None
+        contracting = gemm_dimensions(run.computation, operation)
+        left = run.computation.operations.get(operation.operands[0]) if operation.operands else None
         depth = _extent(left.shapes[0], contracting) if contracting and left is not None else None
         yield Reduction(
             *names, "library", target, dtype, depth, "", False, (LIBRARY, ROWS),
-            "the library chooses an algorithm, which may split the depth, for this shape and by timing", times=one.times,
+            "the library chooses an algorithm, which may split the depth, for this shape and by timing", times=run.times,
         )  # fmt: skip
     else:
         yield Reduction(
             *names, "unknown", _kernel_name(operation) or target, dtype, None, "", False, (ROWS, MESH),
-            "the call says nothing of the order in which it adds", times=one.times,
+            "the call says nothing of the order in which it adds", times=run.times,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class StatedOrder:
-    """What a custom call states about its sums. exact: none whose order matters. words: chunk sizes; depends: as in ``Reduction``."""
+    """What a custom call states about its sums."""
 
     name: str
-    exact: bool
-    words: str
-    depends: tuple[str, ...]
+    exact: bool  # whether their order never matters
+    words: str  # chunk sizes
+    depends: tuple[str, ...]  # as in ``Reduction``
 
 
 def stated_order(operation: Operation) -> StatedOrder | None:
@@ -329,7 +330,7 @@ def _kernel_name(operation: Operation) -> str:
 
 def _adds(program: Program, operation: Operation) -> bool:
     """Whether the combining function adds or multiplies. Other functions give the same result in every order."""
-    name = operation.computation("to_apply") or operation.computation("scatter")
+    name = operation.called("to_apply") or operation.called("scatter")
     combine = program.computations.get(name) if name else None
     if combine is None:
         return True
@@ -346,9 +347,9 @@ def _depth(computation: Computation, operation: Operation) -> int | None:
     if not shapes or shapes[0] is None:
         return None
     if operation.opcode == "dot":
-        return _extent(shapes[0], operation.integers("lhs_contracting_dims"))
+        return _extent(shapes[0], operation.integers_attribute("lhs_contracting_dims"))
     if operation.opcode == "reduce":
-        return _extent(shapes[0], operation.integers("dimensions"))
+        return _extent(shapes[0], operation.integers_attribute("dimensions"))
     if operation.opcode == "reduce-window":
         window = re.search(r"window={size=([\dx]+)", operation.attributes)
         return math.prod(map(int, window.group(1).split("x"))) if window else None

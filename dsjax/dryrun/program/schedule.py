@@ -23,12 +23,12 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True)
 class OperationCost:
-    """Cost of one run of an operation: seconds, and the work behind them. bound: the largest component, such as ``memory``."""
+    """Cost of one run of an operation: seconds, and the work behind them."""
 
     seconds: float
     flops: float = 0.0
     bytes: float = 0.0
-    bound: str = ""
+    bound: str = ""  # the largest component, such as ``memory``
 
 
 class Prices(Protocol):
@@ -49,21 +49,17 @@ class Prices(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """One run of an operation, or all iterations of a loop without transfers.
-
-    thread: ``COMPUTE`` or a link. begin, end: seconds; inside a ``body``, from the start of the iteration. cause: index in
-    ``Schedule.spans`` of the span whose end let this one begin; None at the start of the program and inside bodies.
-    body: one iteration of a loop; times: number of iterations.
-    """
+    """One run of an operation, or all iterations of a loop without transfers."""
 
     operation: Operation
-    thread: str
-    begin: float
-    end: float
+    thread: str  # ``COMPUTE`` or a link
+    begin: float  # seconds; inside a ``body``, from the start of the iteration
+    end: float  # likewise
     work: OperationCost
+    # index in ``Schedule.spans`` of the span whose end let this one begin; None at the start of the program and inside bodies
     cause: int | None = None
-    body: tuple[Span, ...] = ()
-    times: float = 1.0
+    body: tuple[Span, ...] = ()  # one iteration of a loop
+    times: float = 1.0  # number of iterations
 
     @property
     def seconds(self) -> float:
@@ -80,26 +76,23 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class LoopIteration:
-    """One iteration of a loop whose iterations were simulated one by one. depth: number of enclosing loops."""
+    """One iteration of a loop whose iterations were simulated one by one."""
 
     loop: Operation
     index: int
     times: int
-    depth: int
+    depth: int  # number of enclosing loops
     begin: float
     end: float
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A simulated program. spans: in order of issue. iterations: of the loops with transfers.
+    """A simulated program."""
 
-    last: index of the span that ends last; None if nothing takes time.
-    """
-
-    spans: tuple[Span, ...]
-    iterations: tuple[LoopIteration, ...]
-    last: int | None
+    spans: tuple[Span, ...]  # in order of issue
+    iterations: tuple[LoopIteration, ...]  # of the loops with transfers
+    last: int | None  # index of the span that ends last; None if nothing takes time
 
     @property
     def seconds(self) -> float:
@@ -108,7 +101,8 @@ class Schedule:
 
     def critical_path(self) -> tuple[int, ...]:
         """Return the indices of the spans that determine the duration: each begins when the previous one ends, the first at 0."""
-        path, index = [], self.last
+        path = []
+        index = self.last
         while index is not None:
             path.append(index)
             index = self.spans[index].cause
@@ -126,7 +120,7 @@ def play(
     collectives: from ``program_collectives`` with the same ``trip_count``; a collective that is not listed
     (because its groups have one member) takes no time. A conditional runs its longest branch.
     """
-    builder = _Builder(program, prices, {one.name: one for one in collectives}, trip_count)
+    builder = _Builder(program, prices, {collective.name: collective for collective in collectives}, trip_count)
     run = _Run()
     run.simulate(builder.items(program.entry), {}, 0)
     last = run.last if run.now > 0 or run.last is not None else None
@@ -189,7 +183,7 @@ class _Builder:
             branches = [self.items(self.program.computations[name]) for name in operation.branches]
             return list(max(branches, key=_standalone_seconds))
         if opcode == "call":
-            return list(self.items(self.program.computations[operation.computation("to_apply")]))
+            return list(self.items(self.program.computations[operation.called("to_apply")]))
         if is_done(self.program, operation):
             return [_Wait(start_of(self.program, computation, operation))]
         if operation.name in self.collectives:
@@ -198,7 +192,7 @@ class _Builder:
         if collective_of(self.program, operation):
             return [_Transfer(operation, {}, is_start(self.program, operation))]
         if opcode.endswith("-start"):
-            return [_Transfer(operation, self.prices.copy(computation, operation), True)]
+            return [_Transfer(operation, self.prices.copy(computation, operation), asynchronous=True)]
         if opcode in FREE or opcode.endswith("-update"):
             return []
         work = self.prices.operation(self.program, computation, operation)
@@ -211,9 +205,9 @@ class _Builder:
         if not times:
             return []
         overhead = self.prices.loop_overhead(operation, known is not None)
-        items = self.items(self.program.computations[operation.computation("body")])
+        items = self.items(self.program.computations[operation.called("body")])
         if known is None:  # a loop with a known trip count needs no condition
-            items = self.items(self.program.computations[operation.computation("condition")]) + items
+            items = self.items(self.program.computations[operation.called("condition")]) + items
         if overhead.seconds > 0:
             items = (_Compute(operation, overhead), *items)
         return [_Loop(operation, times, items)]
@@ -287,7 +281,8 @@ class _Run:
     def _wait(self, spans: Sequence[int]) -> None:
         for index in spans:
             if self.spans[index].end > self.now:
-                self.now, self.last = self.spans[index].end, index
+                self.now = self.spans[index].end
+                self.last = index
 
 
 def _one_iteration(loop: _Loop) -> tuple[tuple[Span, ...], float]:

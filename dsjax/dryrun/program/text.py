@@ -14,6 +14,7 @@ _ITEM_BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128":
 _ITEM_BITS |= {f"{kind}{bits}": bits for kind in "su" for bits in (4, 8, 16, 32, 64)} | {
     f"f{b}": b for b in (16, 32, 64)
 }
+# A bound of a dynamic dimension is printed as "<=8", an unbounded dimension as "?".
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<= ?]*)\](?:{([\d,]*)[^}]*})?")
 _SPACE = re.compile(r"S\((\d+)\)")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
@@ -30,16 +31,12 @@ class ProgramTextError(ValueError):
 
 @dataclass(frozen=True)
 class Shape:
-    """One array: XLA's name of its dtype (``bf16``, ``f8e4m3fn``, ``pred``) and its dimensions.
+    """One array."""
 
-    space: memory space: 0 is the device's main memory, others are a TPU core's own. layout: the dimensions from minor to major; empty if
-    the text does not give a layout.
-    """
-
-    dtype: str
+    dtype: str  # XLA's name: ``bf16``, ``f8e4m3fn``, ``pred``
     dims: tuple[int, ...]
-    space: int = 0
-    layout: tuple[int, ...] = field(default=(), compare=False)
+    space: int = 0  # memory space: 0 is the device's main memory, others are a TPU core's own
+    layout: tuple[int, ...] = field(default=(), compare=False)  # dimensions from minor to major; empty if not printed
 
     @property
     def size(self) -> int:
@@ -71,15 +68,14 @@ def item_bits(dtype: str) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """One line of a computation. shapes: the result's arrays, in order (several for a tuple). operands: names in the same
-    computation. attributes: the rest of the line, as printed."""
+    """One line of a computation."""
 
     name: str
     opcode: str
-    shapes: tuple[Shape, ...]
-    operands: tuple[str, ...]
-    attributes: str
-    literal: str
+    shapes: tuple[Shape, ...]  # the result's arrays, in order (several for a tuple)
+    operands: tuple[str, ...]  # names in the same computation
+    attributes: str  # the rest of the line, as printed
+    arguments_text: str  # text between the parentheses: operands, a constant's value, a parameter's number
     is_root: bool
 
     @property
@@ -101,19 +97,19 @@ class Operation:
     @property
     def channel(self) -> int | None:
         """Channel id, which the parts of a collective share and compiler passes keep."""
-        return self.number("channel_id")
+        return self.integer_attribute("channel_id")
 
-    def number(self, attribute: str) -> int | None:
+    def integer_attribute(self, attribute: str) -> int | None:
         """Return an integer attribute, or None."""
         match = re.search(rf"\b{attribute}=(\d+)", self.attributes)
         return int(match.group(1)) if match else None
 
-    def integers(self, attribute: str) -> tuple[int, ...]:
+    def integers_attribute(self, attribute: str) -> tuple[int, ...]:
         """Return a list attribute such as ``dimensions={0,1}``; empty if missing."""
         match = re.search(rf"\b{attribute}={{([\d,]*)}}", self.attributes)
         return tuple(int(part) for part in match.group(1).split(",") if part) if match else ()
 
-    def computation(self, attribute: str) -> str | None:
+    def called(self, attribute: str) -> str | None:
         """Return the name of a called computation: ``calls``, ``to_apply``, ``body``, ``condition``."""
         match = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
         return match.group(1) if match else None
@@ -124,7 +120,7 @@ class Operation:
         match = re.search(r"branch_computations={([^}]*)}", self.attributes)
         if match:
             return tuple(part.strip().lstrip("%") for part in match.group(1).split(","))
-        pair = self.computation("true_computation"), self.computation("false_computation")
+        pair = self.called("true_computation"), self.called("false_computation")
         return tuple(name for name in pair if name)
 
     @property
@@ -151,7 +147,7 @@ class Computation:
     def parameters(self) -> tuple[Operation, ...]:
         """``parameter(0)``, ``parameter(1)``, …"""
         parameters = [operation for operation in self.operations.values() if operation.opcode == "parameter"]
-        return tuple(sorted(parameters, key=lambda operation: int(operation.literal)))
+        return tuple(sorted(parameters, key=lambda operation: int(operation.arguments_text)))
 
     @cached_property
     def users(self) -> Mapping[str, tuple[Operation, ...]]:
@@ -177,15 +173,19 @@ class Program:
         Raises:
             ProgramTextError: no entry computation, or a line that is not in XLA's format.
         """
-        computations, entry, name, operations = {}, None, None, {}
+        computations: dict[str, Computation] = {}
+        operations: dict[str, Operation] = {}
+        entry = name = None  # name: of the computation that the line belongs to
         for line in _METADATA_LINES.sub(" ", text).splitlines():
             if name is None:
                 header = _COMPUTATION.match(line)
                 if header:
-                    name, operations = header.group(2), {}
+                    name = header.group(2)
+                    operations = {}
                     entry = name if header.group(1) else entry
             elif line.startswith("}"):
-                computations[name], name = Computation(name, operations), None
+                computations[name] = Computation(name, operations)
+                name = None
             else:
                 operation = _parse_operation(line)
                 operations[operation.name] = operation
@@ -198,16 +198,22 @@ def _parse_operation(line: str) -> Operation:
     match = _OPERATION.match(line)
     if not match:
         raise ProgramTextError(f"cannot read the line {line[:120]!r} as an operation")
-    root, name, rest = match.groups()
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
-    shapes, rest = _shapes(rest[:end]), rest[end:].lstrip()
-    opcode = _OPCODE.match(rest)
+    root, name, result = match.groups()
+    end = _closing(result, 0) + 1 if result.startswith("(") else result.index(" ")
+    call = result[end:].lstrip()
+    opcode = _OPCODE.match(call)
     if not opcode:
         raise ProgramTextError(f"cannot find the opcode in {line[:120]!r}")
-    close = _closing(rest, opcode.end() - 1)
-    inside = rest[opcode.end() : close]
+    close = _closing(call, opcode.end() - 1)
+    arguments = call[opcode.end() : close]
     return Operation(
-        name, opcode.group(1), shapes, tuple(_NAME.findall(inside)), rest[close + 1 :].lstrip(", "), inside, bool(root)
+        name=name,
+        opcode=opcode.group(1),
+        shapes=_shapes(result[:end]),
+        operands=tuple(_NAME.findall(arguments)),
+        attributes=call[close + 1 :].lstrip(", "),
+        arguments_text=arguments,
+        is_root=bool(root),
     )
 
 
@@ -219,9 +225,9 @@ def _shapes(text: str) -> tuple[Shape, ...]:
         shapes.append(
             Shape(
                 dtype,
-                tuple(int(dim.lstrip("<= ")) for dim in dims.split(",") if dim),
-                int(space.group(1)) if space else 0,
-                tuple(int(dim) for dim in (layout or "").split(",") if dim),
+                dims=tuple(int(dim.lstrip("<= ")) for dim in dims.split(",") if dim),
+                space=int(space.group(1)) if space else 0,
+                layout=tuple(int(dim) for dim in (layout or "").split(",") if dim),
             )
         )
     return tuple(shapes)
@@ -229,17 +235,18 @@ def _shapes(text: str) -> tuple[Shape, ...]:
 
 def _closing(text: str, start: int) -> int:
     """Return the index of the parenthesis that closes the one at ``start``, ignoring those in strings."""
-    depth, quoted = 0, False
-    for at in range(start, len(text)):
-        char = text[at]
-        if char == '"' and text[at - 1] != "\\":
-            quoted = not quoted
-        elif quoted:
+    depth = 0
+    is_quoted = False
+    for index in range(start, len(text)):
+        char = text[index]
+        if char == '"' and text[index - 1] != "\\":
+            is_quoted = not is_quoted
+        elif is_quoted:
             continue
         elif char == "(":
             depth += 1
         elif char == ")":
             depth -= 1
             if not depth:
-                return at
+                return index
     raise ProgramTextError(f"unbalanced parentheses in {text[:120]!r}")

@@ -16,13 +16,12 @@ _REGISTER = (128, 8)
 
 @dataclass(frozen=True)
 class Tiling:
-    """Layout of a fusion's sums. fusion: description of the whole fusion; is_complete: whether equal descriptions imply equal orders;
-    sequence: whether one thread sums each element, in order; windows: of a TPU fusion, in registers."""
+    """Layout of a fusion's sums."""
 
-    fusion: str = ""
-    is_complete: bool = False
-    sequence: bool = False
-    windows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    fusion: str = ""  # description of the whole fusion
+    is_complete: bool = False  # whether equal descriptions imply equal orders
+    sequence: bool = False  # whether one thread sums each element, in order
+    windows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of a TPU fusion, in registers
 
     def words(self, computation: Computation, operation: Operation) -> str:
         """Describe how one operation in the fusion is tiled; empty if unknown."""
@@ -56,7 +55,7 @@ def tiling_of(program: Program, fusion: Operation, platform: str) -> Tiling:
         triton = _triton_words(fusion)
         if triton:
             return Tiling(triton, is_complete=True)
-        inner = program.computations[fusion.computation("calls")]
+        inner = program.computations[fusion.called("calls")]
         scattered = any(operation.opcode == "scatter" for operation in inner.operations.values())
         return Tiling(sequence=kind == "kLoop" or scattered)
     if platform == "tpu":
@@ -96,10 +95,11 @@ def _depth_of_window(
     shape = source.shapes[0]
     if operation.opcode == "convolution":
         labels = re.search(r"dim_labels=(\w+)_", operation.attributes)
-        window, axes = windows.get("input", ()), (labels.group(1).index("f"),) if labels else ()
+        window = windows.get("input", ())
+        axes = (labels.group(1).index("f"),) if labels else ()
     else:
         window = windows.get("output", ())
-        axes = tuple(axis for axis in operation.integers("dimensions") if shape.dims[axis] > 1)
+        axes = tuple(axis for axis in operation.integers_attribute("dimensions") if shape.dims[axis] > 1)
     sizes = _in_elements(shape, window)
     if not sizes or not axes:
         return ""  # the windows belong to another operation

@@ -14,15 +14,12 @@ TripCount = Callable[[Operation], float | None]
 
 @dataclass(frozen=True)
 class Executed:
-    """A scheduled operation and the computation that contains it.
-
-    times: executions per run of the program. data_dependent: whether that number depends on values (a loop whose trip
-    count was assumed, a branch of a conditional).
-    """
+    """A scheduled operation and the computation that contains it."""
 
     operation: Operation
     computation: Computation
-    times: float
+    times: float  # executions per run of the program
+    # whether that number depends on values (a loop whose trip count was assumed, a branch of a conditional)
     data_dependent: bool
 
 
@@ -32,7 +29,7 @@ def executed(program: Program, trip_count: TripCount = lambda loop: None) -> Ite
     ``trip_count`` is called for loops without a known count; if it returns None, the body counts once. All branches of a
     conditional count, as an upper bound.
     """
-    yield from _walk(program, program.entry, 1.0, False, trip_count)
+    yield from _walk(program, program.entry, times=1.0, open_=False, trip_count=trip_count)
 
 
 def _walk(
@@ -44,12 +41,12 @@ def _walk(
             known = known_trip_count(program, computation, operation)
             assumed = trip_count(operation) if known is None else known
             inside = times * (1 if assumed is None else assumed)
-            for name in (operation.computation("condition"), operation.computation("body")):
+            for name in (operation.called("condition"), operation.called("body")):
                 yield from _walk(program, program.computations[name], inside, open_ or known is None, trip_count)
         elif operation.opcode == "conditional":
             for name in operation.branches:
-                yield from _walk(program, program.computations[name], times, True, trip_count)
+                yield from _walk(program, program.computations[name], times, open_=True, trip_count=trip_count)
         elif operation.opcode in ("call", "async-start"):
-            name = operation.computation("to_apply") or operation.computation("calls")
+            name = operation.called("to_apply") or operation.called("calls")
             if name:
                 yield from _walk(program, program.computations[name], times, open_, trip_count)

@@ -4,8 +4,6 @@ If an expert process dies, some attention processes may have its results and oth
 the latter until the time limit breaks the mesh epoch. So all processes wait here first, without a limit.
 """
 
-from __future__ import annotations
-
 import struct
 from collections import deque
 from collections.abc import Sequence
@@ -15,81 +13,84 @@ from dsjax.hosts.group import HostGroup
 from dsjax.messaging import Endpoint, Link, LinkListener, PeerLostError
 from dsjax.messaging.link import LinkLostError
 
-_WORD = struct.Struct("<QQ")
-"""Index of the wait, and the number that the process sends."""
+_ARRIVAL = struct.Struct("<QQ")
+"""Index of the barrier, and the value that the process sends."""
 
 
 class AttentionProcesses:
     """This process of an attention side, with links to and from each other process of its mesh epoch.
 
-    All processes create it at the same point, call `meet` before the first step, then `tell` and `wait` in the same order. A single
+    All processes create it at the same point, call `connect` before the first step, then `arrive` and `wait` for each barrier. A single
     process never waits.
 
     Args:
         name: the side's name; all processes use the one that process 0 gives. group: None if this process is alone.
 
     Attributes:
-        number, count: index of this process, and number of the side's processes. leads: whether this process leads the side.
+        epoch: the side's mesh epoch. count: number of its processes. index: of this process. is_leader: whether this process leads them.
     """
 
     def __init__(self, endpoint: Endpoint, name: bytes, group: HostGroup | None = None):
         self.endpoint, self._group = endpoint, group
-        self.name, self.generation, self.leads, own, ids = name, 0, True, 0, [0]
+        self.name, self.epoch, self.is_leader = name, 0, True
+        own_id, ids = 0, [0]
         if group is not None:
-            own, ids = group.options.process_id, [member.process_id for member in group.present]
-            self.name, self.generation = group.agreement.all_gather("attention side", name)[0], group.epoch
-            self.leads = group.is_leader
-        self.number, self.count = ids.index(own), len(ids)
-        self._words = {str(one): deque[tuple[int, int]]() for one in ids if one != own}  # received early
+            self.name = group.agreement.all_gather("attention side", name)[0]
+            self.epoch, self.is_leader = group.epoch, group.is_leader
+            own_id, ids = group.options.process_id, [member.process_id for member in group.present]
+        self.index, self.count = ids.index(own_id), len(ids)
+        # process ID → messages received and not yet awaited; a process may be a barrier ahead
+        self._arrivals = {str(other): deque[tuple[int, int]]() for other in ids if other != own_id}
         self._links: dict[str, Link] = {}
         self._listener: LinkListener | None = None
-        self._wait = 0
+        self._barrier = 0
         self._to_experts: set[ExpertLink] = set()
         self._is_abandoned = False
 
-    def meet(self) -> None:
+    def connect(self) -> None:
         """Connect to the other processes.
 
         Raises:
             GroupError: another process is gone or unreachable.
         """
-        if not self._words:
+        if not self._arrivals:
             return
-        agreement, self._listener = self._group.agreement, LinkListener(self.endpoint, list(self._words))
+        agreement = self._group.agreement
+        self._listener = LinkListener(self.endpoint, list(self._arrivals))
         listeners = agreement.all_gather("attention processes", (self._listener.address, self._listener.ticket))
         agreement.run("attention connections", lambda: self._connect(listeners))
         if self._is_abandoned:
             self.abandon()
 
-    def tell(self, number: int) -> None:
-        """Tell the other processes that this one has its results, and send a number.
+    def arrive(self, value: int) -> None:
+        """Tell the other processes that this one has its results, and send a value.
 
         Raises:
             RuntimeError: another process is gone, or its step has failed.
         """
-        for name, link in self._links.items():
+        for process, link in self._links.items():
             try:
-                link.send(_WORD.pack(self._wait, number))
+                link.send(_ARRIVAL.pack(self._barrier, value))
             except PeerLostError as error:
-                raise _gone(name) from error
+                raise _gone(process) from error
 
-    def wait(self, number: int) -> int:
-        """Wait until all other processes have called `tell`; return the greatest number, including `number`. Errors as in `tell`."""
-        while silent := [name for name, words in self._words.items() if not words]:
+    def wait(self, value: int) -> int:
+        """Wait until all other processes have arrived; return the greatest value, including `value`. Errors as in `arrive`."""
+        while missing := [process for process, arrivals in self._arrivals.items() if not arrivals]:
             try:
                 message = self._listener.receive()
-                self._words[message.sender].append(_WORD.unpack(message.header))
+                self._arrivals[message.sender].append(_ARRIVAL.unpack(message.header))
             except (PeerLostError, struct.error) as error:
-                raise _gone(error.name if isinstance(error, LinkLostError) else silent[0]) from error
-        for name, words in self._words.items():
-            place, theirs = words.popleft()
-            if place != self._wait:
+                raise _gone(error.name if isinstance(error, LinkLostError) else missing[0]) from error
+        for process, arrivals in self._arrivals.items():
+            barrier, other_value = arrivals.popleft()
+            if barrier != self._barrier:
                 raise RuntimeError(
-                    f"process {name} of the attention side waits at its layer {place}, and this process at {self._wait}"
+                    f"process {process} of the attention side waits at its layer {barrier}, and this process at {self._barrier}"
                 )
-            number = max(number, theirs)
-        self._wait += 1
-        return number
+            value = max(value, other_value)
+        self._barrier += 1
+        return value
 
     def add(self, link: ExpertLink) -> None:
         """Register a link to an expert process. `abandon` and `close` also end it."""
@@ -103,15 +104,17 @@ class AttentionProcesses:
         link.close()
 
     def give_up(self) -> None:
-        """Leave. Once the links have ended, other processes do not wait for this one, and the experts compute without its rows."""
-        if self._words:
+        """Abandon the side if it has other processes. They and the experts then stop waiting for this process."""
+        if self._arrivals:
             self.abandon()
 
     def abandon(self) -> None:
         """End all waiting because this mesh epoch of the attention side has failed. Thread-safe."""
         self._is_abandoned = True
-        for one in filter(None, [*self._links.values(), self._listener]):
-            one.close()  # also ends a thread's wait
+        for link in self._links.values():
+            link.close()
+        if self._listener is not None:
+            self._listener.close()  # also ends a thread's wait
         for link in list(self._to_experts):
             link.give_up()
 
@@ -123,13 +126,13 @@ class AttentionProcesses:
         self.endpoint.release()
 
     def _connect(self, listeners: Sequence[tuple[str, bytes]]) -> None:
-        own = str(self._group.options.process_id)
+        own_id = self._group.options.process_id
         for member, listener in zip(self._group.present, listeners, strict=True):
-            if str(member.process_id) != own:
-                self._links[str(member.process_id)] = self._group.link_to(member.process_id, listener, own)
+            if member.process_id != own_id:
+                self._links[str(member.process_id)] = self._group.link_to(member.process_id, listener, str(own_id))
 
 
-def _gone(name: str) -> RuntimeError:
+def _gone(process: str) -> RuntimeError:
     return RuntimeError(
-        f"process {name} of the attention side was waited for at a layer, and has gone or could not compute it"
+        f"process {process} of the attention side was waited for at a layer, and has gone or could not compute it"
     )

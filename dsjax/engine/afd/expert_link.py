@@ -1,7 +1,5 @@
 """``ExpertLink``: the attention side's link to one expert process, which may die and come back."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

@@ -67,8 +67,8 @@ class ExpertSide(Side):
     def half(self, step: ModelStep) -> ExpertHalf:
         """Return these devices' half of the exchange."""
         per_device = step.placement.n_physical // self.spec.ep_size
-        apart = sums_by_choice(step) and self.spec.ep_size > 1
-        return ExpertHalf(self.local, self.mesh, self.first, per_device, wire_of(step), apart)
+        returns_terms = sums_by_choice(step) and self.spec.ep_size > 1
+        return ExpertHalf(self.local, self.mesh, self.first, per_device, wire_of(step), returns_terms)
 
     def compile(self, step: ModelStep, stack: str, tokens: int, senders: int, cells: int) -> Compiled:
         """Compile ``(params, arrivals, layer) -> answers`` for a stack of layers.
@@ -78,11 +78,11 @@ class ExpertSide(Side):
         half, index = self.half(step), Described((), np.int32, sharding=NamedSharding(self.mesh, P()))
         experts = StackExperts(step, stack, half, self.rules, self.infos, tokens)
         arrivals = half.described_arrivals(senders, cells)
-        return self.build(jax.jit(experts.compute).lower(self.described(), arrivals, index))
+        return self.build(jax.jit(experts.compute).lower(self.described(), arrivals, index), step)
 
     def way(self, through: LayerPass) -> WayToDevices:
         """Compile the expert program for the rows of a pass, and return the route to it."""
-        layers = self.numbers(self.mesh, through.layers)
+        layers = self.numbers(self.mesh, through.num_layers)
         between, step = through.between(), through.step
         program = self.compile(step, through.stack, between.tokens, between.senders, between.capacity)
         return WayToDevices(self, between, self.half(step), program, layers)
@@ -107,13 +107,13 @@ class ExpertSidePart(DevicePart):
 
 @dataclass(frozen=True, eq=False)
 class WayToDevices:
-    """``Way`` to devices of this process. layers: layer numbers, as arrays on these devices."""
+    """``Way`` to devices of this process."""
 
     side: ExpertSide
     between: Between
     half: ExpertHalf
     program: Compiled
-    layers: Sequence[Array]
+    layers: Sequence[Array]  # layer numbers, as arrays on these devices
 
     def call(self, rows: Sequence[Array], counts: OnHost, layer: int, r: int = 0) -> tuple[list[Array], OnHost]:
         """Copy the rows to the expert devices, and start their program."""

@@ -11,9 +11,9 @@ from dsjax.engine.afd.messages import Call
 
 @dataclass(eq=False)
 class Part:
-    """Rows from one attention process, and their cells. name: name of the link that received them."""
+    """Rows from one attention process, and their cells."""
 
-    name: str
+    name: str  # name of the link that received them
     call: Call
     rows: np.ndarray
     cells: np.ndarray

@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled, Lowered
 from jaxtyping import Array
 
-from dsjax.model.apart import ExpertWork, LayerPass, Passing, Routed, described_like
+from dsjax.engine.device.compiler_options import step_options
+from dsjax.model.apart import ExpertWork, LayerPass, PassInputs, Routed, constrain_like
+from dsjax.model.step_description import StepDescription
 from sharding import MeshSpec
 from sharding.arrays import own_parts, put
 from sharding.cut import Described, Run
@@ -72,9 +74,12 @@ class Side:
         """Compile the programs that take the rows of a pass to the experts and back."""
         raise NotImplementedError
 
-    def build(self, lowered: Lowered) -> Compiled:
-        """Compile a program of the attention or the expert side. A dry run overrides this to keep the program."""
-        return lowered.compile()
+    def build(self, lowered: Lowered, step: StepDescription) -> Compiled:
+        """Compile a program of the attention or the expert side, with the options of the step's other programs.
+
+        A dry run overrides this to keep the program.
+        """
+        return lowered.compile(compiler_options=step_options(step))
 
     def numbers(self, mesh: Mesh, count: int) -> list[Array]:
         """Return the int32 layer or round numbers 0, 1, …, each replicated on all devices of a mesh."""
@@ -90,7 +95,7 @@ class Side:
     def compile_work(self, work: ExpertWork, described: Sequence[Described]) -> tuple[Run, Sequence[Sharding]]:
         """Compile the programs of a pass, or reuse the programs of an equal pass."""
         compiled = self.compiled(work, described)
-        passing: Passing = jax.tree.unflatten(work.tree, described)
+        passing: PassInputs = jax.tree.unflatten(work.tree, described)
 
         def run(leaves: list[Array]) -> list[Array]:
             passing = jax.tree.unflatten(work.tree, leaves)
@@ -103,12 +108,12 @@ class Side:
         """Return the programs of a pass; several steps can share them."""
         passes, tree = work.passes, work.tree
         shardings = tuple((one.shape, str(one.dtype), one.sharding) for one in described)
-        key = tuple((one.stack, one.first, one.shape, one.kind) for one in passes), tree, shardings
+        key = tuple((one.stack, one.first_layer, one.shape, one.kind) for one in passes), tree, shardings
         with self._lock:
             if key not in self._passes:
-                passing: Passing = jax.tree.unflatten(tree, described)
-                kinds = passes[0].kinds
-                layers = self.numbers(passes[0].step.mesh, passes[0].layers * kinds)
+                passing: PassInputs = jax.tree.unflatten(tree, described)
+                kinds = passes[0].num_kinds
+                layers = self.numbers(passes[0].step.mesh, passes[0].num_layers * kinds)
                 programs = [
                     PassPrograms.of(self, self.way(one), one, passing, place // kinds)
                     for place, one in enumerate(passes)
@@ -118,33 +123,34 @@ class Side:
 
 
 class FurtherRounds(NamedTuple):
-    """Programs of the rounds after the first. nothing: zeros, the initial value of the answers that ``keep`` collects."""
+    """Programs of the rounds after the first."""
 
     pack: Callable
     keep: Callable
     receive: Callable
-    nothing: Array
+    nothing: Array  # zeros, the initial value of the answers that ``keep`` collects
     numbers: Sequence[Array]
 
     @classmethod
     def of(
-        cls, side: Side, through: LayerPass, params: Any, x: Any, shared: Any, routed: Routed, receive: Callable
+        cls, side: Side, through: LayerPass, params: Any, x: Any, shared: Any, routed: Routed, pinned: Callable
     ) -> FurtherRounds | None:
-        """Compile the programs; None if one round is always enough. receive: wraps a function so that its result is laid out like ``x``."""
-        between = through.between()
+        """Compile the programs; None if one round is always enough. pinned: wraps a function so that its result is laid out like ``x``."""
+        between, step = through.between(), through.step
         most = -(-between.rows // between.capacity)
         if most == 1:
             return None
-        number, kept = Described((), np.int32, sharding=NamedSharding(through.step.mesh, P())), between.described_kept
+        number, kept = Described((), np.int32, sharding=NamedSharding(step.mesh, P())), between.described_terms
         returned = between.described_returns
-        keep = lambda *taken: described_like(through.keep(*taken), kept)  # noqa: E731
-        zeros = side.build(jax.jit(lambda: jnp.zeros(kept.shape, kept.dtype), out_shardings=kept.sharding).lower())
+        keep = lambda *taken: constrain_like(through.collect_round(*taken), kept)  # noqa: E731
+        receive_all = pinned(through.receive, collected=True)
+        zeros = jax.jit(lambda: jnp.zeros(kept.shape, kept.dtype), out_shardings=kept.sharding)
         return cls(
-            side.build(jax.jit(through.further).lower(routed, number)),
-            side.build(jax.jit(keep).lower(kept, routed.slots, returned, number)),
-            side.build(jax.jit(receive(through.receive_kept)).lower(params, x, shared, routed, kept, number)),
-            side.ready(zeros),
-            side.numbers(through.step.mesh, most),
+            side.build(jax.jit(through.pack_round).lower(routed, number), step),
+            side.build(jax.jit(keep).lower(kept, routed.slots, returned, number), step),
+            side.build(jax.jit(receive_all).lower(params, x, shared, routed, kept, number), step),
+            side.ready(side.build(zeros.lower(), step)),
+            side.numbers(step.mesh, most),
         )
 
 
@@ -170,42 +176,41 @@ class PassPrograms(NamedTuple):
     further: FurtherRounds | None = None
 
     @classmethod
-    def of(cls, side: Side, way: Way, through: LayerPass, passing: Passing, half: int) -> PassPrograms:
+    def of(cls, side: Side, way: Way, through: LayerPass, passing: PassInputs, half: int) -> PassPrograms:
         """Trace and compile the programs. passing: abstract values; half: index of the micro-batch among its tokens."""
         step, x = through.step, passing.x[half]
         here = Described((), np.int32, sharding=NamedSharding(step.mesh, P()))
 
         def attend(params, cache, report, x, tokens, copies, index):
             cache, report, *others = through.attend(params, cache, report, x, tokens, copies, index)
-            return *described_like((cache, report), (passing.cache, passing.report)), *others
+            return *constrain_like((cache, report), (passing.cache, passing.report)), *others
 
         own = passing.params, passing.cache, passing.report, x, passing.tokens[half], passing.copies
-        attended = side.build(jax.jit(attend, donate_argnums=(1, 2)).lower(*own, here))
+        attended = side.build(jax.jit(attend, donate_argnums=(1, 2)).lower(*own, here), step)
         _, _, after, routed, _ = _results(attended)
-        shared = side.build(jax.jit(through.share).lower(passing.params, routed.normed, here))
+        shared = side.build(jax.jit(through.share).lower(passing.params, routed.normed, here), step)
         returned = through.between().described_returns
 
-        def pinned(receive: Callable) -> Callable:
-            return lambda *taken: described_like(receive(*taken), x)
+        def pinned(receive: Callable, **options: bool) -> Callable:
+            return lambda *taken: constrain_like(receive(*taken, **options), x)
 
         params, own = passing.params, _results(shared)
-        received = side.build(jax.jit(pinned(through.receive)).lower(params, after, own, routed, returned, here))
+        received = side.build(jax.jit(pinned(through.receive)).lower(params, after, own, routed, returned, here), step)
         further = FurtherRounds.of(side, through, params, after, own, routed, pinned)
         return cls(attended, shared, received, way, further)
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledPass:
-    """A pass through a run of layers. programs: for each micro-batch of the step, one entry per kind of layer. kinds: their number.
-    layers: layer numbers on the token devices."""
+    """A pass through a run of layers."""
 
-    programs: Sequence[PassPrograms]
-    layers: Sequence[Array]
+    programs: Sequence[PassPrograms]  # for each micro-batch of the step, one entry per kind of layer
+    layers: Sequence[Array]  # layer numbers on the token devices
     waits: bool
-    kinds: int = 1
+    kinds: int = 1  # number of kinds of layers
     give_up: Callable[[], None] = lambda: None
 
-    def run(self, passing: Passing) -> tuple[list[Array], dict[str, Array], dict[str, Array]]:
+    def run(self, passing: PassInputs) -> tuple[list[Array], dict[str, Array], dict[str, Array]]:
         """Run tokens through the layers; return them, the cache and the report (both donated).
 
         With two micro-batches, the experts of one start before the sums of the other are added, so both sides compute at the same time.
@@ -216,7 +221,7 @@ class CompiledPass:
             self.give_up()
             raise
 
-    def _run(self, passing: Passing) -> tuple[list[Array], dict[str, Array], dict[str, Array]]:
+    def _run(self, passing: PassInputs) -> tuple[list[Array], dict[str, Array], dict[str, Array]]:
         params, cache, tokens, copies = passing.params, passing.cache, passing.tokens, passing.copies
         xs, report = passing.x, passing.report
         away: list[Away | None] = [None] * len(xs)

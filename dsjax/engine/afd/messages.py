@@ -4,8 +4,6 @@
 answered by an `Answered` with results. A call does not depend on earlier messages, so it can be repeated to another process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -15,26 +13,17 @@ OPEN, COMPILE, STAGE, PLACE = "experts.open", "experts.compile", "experts.stage"
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):
-    """First message of an attention process, answered by an `Opened` once the slots hold its placement.
+    """First message of an attention process, answered by an `Opened` once the slots hold its placement."""
 
-    Attributes:
-        space: compatibility fingerprint: everything that answers depend on besides rows and placement. Must be equal on both sides.
-        placement: ``[MoE layers, slots]`` int32, the logical expert in each physical slot.
-        side: name of the attention side. While one side moves experts, no other side may be connected.
-        first: number of the first expert device expected at this address.
-        generation: mesh epoch of the attention side; older epochs are refused.
-        process, processes: index of this process in the attention side, and number of its processes.
-        change: number of the expert side within the epoch. An expert process belongs to one expert side only.
-    """
-
+    # compatibility fingerprint: everything that answers depend on besides rows and placement. Must be equal on both sides
     space: dict[str, Any]
-    placement: bytes = b""
-    side: bytes = b""
-    first: int = 0
-    generation: int = 0
-    process: int = 0
-    processes: int = 1
-    change: int = 0
+    placement: bytes = b""  # ``[MoE layers, slots]`` int32, the logical expert in each physical slot
+    side: bytes = b""  # name of the attention side. While one side moves experts, no other side may be connected
+    first: int = 0  # number of the first expert device expected at this address
+    generation: int = 0  # mesh epoch of the attention side; older epochs are refused
+    process: int = 0  # index of this process in the attention side
+    processes: int = 1  # number of processes of the attention side
+    change: int = 0  # number of the expert side within the epoch. An expert process belongs to one expert side only
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True):
@@ -54,10 +43,10 @@ class Compile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stage(msgspec.Struct, frozen=True, array_like=True):
-    """Send experts of a placement row to their next devices. moves: int32 pairs (source slot, target slot)."""
+    """Send experts of a placement row to their next devices."""
 
     row: int
-    moves: bytes
+    moves: bytes  # int32 pairs (source slot, target slot)
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -68,22 +57,18 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    """Rows for the experts of one layer.
+    """Rows for the experts of one layer."""
 
-    Attributes:
-        stack: parameter path of the layers. layer: index in the stack. tokens: tokens of the whole step. cells: cells per device.
-        filled: ``[devices of the process, senders]`` int32, number of filled cells in each sender's equal share. Only the filled rows and
-            their answers are sent, sorted by device, sender and place. Calls with the same number are computed together.
-        number: call number, the same in all attention processes. again: whether this call repeats one that got no answer.
-    """
-
-    stack: str
-    layer: int
-    tokens: int
-    cells: int
+    stack: str  # parameter path of the layers
+    layer: int  # index in the stack
+    tokens: int  # tokens of the whole step
+    cells: int  # cells per device
+    # ``[devices of the process, senders]`` int32, number of filled cells in each sender's equal share. Only the filled rows and their
+    # answers are sent, sorted by device, sender and place
     filled: bytes
+    # call number, the same in all attention processes. Calls with the same number are computed together
     number: int = 0
-    again: bool = False
+    again: bool = False  # whether this call repeats one that got no answer
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True):
@@ -93,17 +78,14 @@ class Answered(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LinkCounts(NamedTuple):
-    """Counters of a link. calls: answered calls. sent: bytes of rows. received: bytes of answers.
-
-    losses: connections lost during a call. last_gap: seconds from the last loss to the answer of the interrupted call.
-    """
+    """Counters of a link."""
 
     connected: bool
-    losses: int
-    last_gap: float
-    calls: int
-    sent: int
-    received: int
+    losses: int  # connections lost during a call
+    last_gap: float  # seconds from the last loss to the answer of the interrupted call
+    calls: int  # answered calls
+    sent: int  # bytes of rows
+    received: int  # bytes of answers
 
 
 class ExpertLinks(Protocol):

@@ -31,13 +31,13 @@ class ApartOptions:
         "listen there; both: do both in one process.",
         Group.SIDES,
         choices=("both", "attention", "expert"),
-        of_host=True,
+        host_only=True,
     )
     afd_address: str | None = advanced(
         None,
         "HOST:PORT of each process with --afd-role expert, separated by commas. They share the expert devices equally, in this order.",
         Group.SIDES,
-        of_host=True,
+        host_only=True,
     )
     num_afd_stages: int = advanced(
         2,
@@ -47,7 +47,7 @@ class ApartOptions:
         least=2,
     )
     afd_server_rank: int | None = advanced(
-        None, "Index of this expert process in --afd-address, from 0.", Group.SIDES, least=0, of_host=True
+        None, "Index of this expert process in --afd-address, from 0.", Group.SIDES, least=0, host_only=True
     )
 
 

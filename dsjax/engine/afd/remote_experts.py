@@ -78,13 +78,13 @@ class RemoteExperts(Side):
             check_reachable(self.attention.endpoint, address)
 
     def _opening(self, part: int) -> Open:
-        attention, first = self.attention, part * (self.spec.ep_size // len(self.links))
-        placement, member = self.placement.astype("<i4").tobytes(), (attention.number, attention.count)
-        return Open(self._space, placement, attention.name, first, attention.generation, *member, self.change)
+        attention, placement = self.attention, self.placement.astype("<i4").tobytes()
+        first, process = part * (self.spec.ep_size // len(self.links)), (attention.index, attention.count)
+        return Open(self._space, placement, attention.name, first, attention.epoch, *process, self.change)
 
     def stage(self, row: int, moves: Sequence[tuple[int, int]]) -> None:
         """Make the processes send experts of a layer to their next devices. Calls do not depend on it, so only the leader requests it."""
-        if self.attention.leads:
+        if self.attention.is_leader:
             self._everywhere(STAGE, Stage(row, np.array(moves, "<i4").tobytes()))
 
     def place(self, row: int, experts: np.ndarray) -> None:
@@ -96,9 +96,9 @@ class RemoteExperts(Side):
         placement[row] = experts
         self.placement = placement
         try:
-            if self.attention.leads:
+            if self.attention.is_leader:
                 self._everywhere(PLACE, Place(row, experts.astype("<i4").tobytes()))
-            self.attention.tell(0)
+            self.attention.arrive(0)
             self.attention.wait(0)
         except BaseException:
             self.give_up()
@@ -138,12 +138,12 @@ def _result(done: Future[None]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class WayToProcesses:
-    """``Way`` to other processes; sends filled cells only, and receives their answers. own: indices of this process's token devices."""
+    """``Way`` to other processes; sends filled cells only, and receives their answers."""
 
     side: RemoteExperts
     stack: str
     between: Between
-    own: np.ndarray
+    own: np.ndarray  # indices of this process's token devices
 
     def call(self, rows: Sequence[Array], counts: OnHost, layer: int, r: int = 0) -> list[_CallOfPart]:
         """Start sending each process its rows. All attention processes number their calls identically."""
@@ -165,7 +165,7 @@ class WayToProcesses:
         for one in away:
             _result(one.done)
         own_rounds = rounds_of(self.between, away[0].counts)
-        self.side.attention.tell(own_rounds)
+        self.side.attention.arrive(own_rounds)
         described = self.between.described_returns
         arrays = [put_own_parts(one.in_cells(), like) for one, like in zip(away, described, strict=True)]
         return arrays, self.side.attention.wait(own_rounds)
@@ -173,19 +173,16 @@ class WayToProcesses:
 
 @dataclass(eq=False)
 class _CallOfPart:
-    """Rows for one process and its answers: filled cells, sorted by expert device, token device and place.
-
-    rows, counts: from ``Between.pack``; the link's thread waits for them in ``prepare``. done: resolves when the answers have arrived.
-    """
+    """Rows for one process and its answers: filled cells, sorted by expert device, token device and place."""
 
     way: WayToProcesses
     layer: int
     part: int
     r: int
     number: int
-    rows: Array
-    counts: OnHost
-    done: Future[None] | None = None
+    rows: Array  # from ``Between.pack``; the link's thread waits for them in ``prepare``
+    counts: OnHost  # likewise
+    done: Future[None] | None = None  # resolves when the answers have arrived
 
     def prepare(self) -> Errand:
         """Gather the filled cells from the rows of this process's devices."""
@@ -263,7 +260,7 @@ class RemoteExpertsPart(DevicePart):
             except (UserError, RuntimeError, ValueError) as caught:
                 error = str(caught) if isinstance(caught, UserError) else f"{type(caught).__name__}: {caught}"
                 _log.warning("The current expert processes stay, because the new ones cannot take over: %s", error)
-            attention.tell(int(error is not None))
+            attention.arrive(int(error is not None))
             if attention.wait(int(error is not None)):
                 return error or "another attention process could not connect to them"
             device.replace_programs(model, programs)

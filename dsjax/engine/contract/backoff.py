@@ -8,7 +8,8 @@ class Backoff:
     """Says how long something that failed is left alone: twice as long each time, until it does its work again."""
 
     def __init__(self):
-        self._seconds, self._until = FIRST_SECONDS, float("-inf")
+        self._seconds = FIRST_SECONDS
+        self._until = float("-inf")
 
     def begin(self, now: float) -> None:
         """Leave it alone, since it failed. What fails while it is left alone was begun before, and changes nothing."""

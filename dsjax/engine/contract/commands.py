@@ -23,22 +23,19 @@ TOKEN_MADE = -1
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """Sampling parameters of a slot, with vLLM's names and meanings.
+    """Sampling parameters of a slot, with vLLM's names and meanings."""
 
-    num_prompt_tokens: a token's index in the output is its position minus this. The draw depends on the index and on `seed`, a uint64.
-    temperature: 0 is greedy. top_k: 0 keeps all. logprobs: number of top log-probabilities besides the token's own; −1: none at all.
-    """
-
+    # a token's index in the output is its position minus this. The draw depends on the index and on `seed`, a uint64
     num_prompt_tokens: int
     seed: int
-    temperature: float = 0.0
+    temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int = 0  # 0 keeps all
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logprobs: int = -1
+    logprobs: int = -1  # number of top log-probabilities besides the token's own; −1: none at all
 
     @property
     def penalises(self) -> bool:
@@ -47,25 +44,18 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
-    """Assign a slot to a request. The slot's earlier state is reset.
-
-    Attributes:
-        start: number of the request's tokens in the cache. token: token at position `start`, for a decode row that no prefill row precedes.
-        counts: int32 pairs (token, 2 × times in the output + 1 if in the prompt), if the request has penalties.
-        biases: int32 triples (token, bits of a float32 bias, until). A bias applies to output tokens with an index below `until`; −∞ bans
-            the token.
-        allowed: bitmask of the tokens that may be sampled (bit t % 32 of word t // 32); empty: all.
-        guided: whether the host computes the slot's token masks (`Guide`) and therefore needs its drafts.
-    """
+    """Assign a slot to a request. The slot's earlier state is reset."""
 
     slot: int
-    start: int
-    token: int
+    start: int  # number of the request's tokens in the cache
+    token: int  # token at position `start`, for a decode row that no prefill row precedes
     sampling: Sampling
+    # int32 pairs (token, 2 × times in the output + 1 if in the prompt), if the request has penalties
     counts: bytes = b""
+    # int32 triples (token, bits of a float32 bias, until). A bias applies to output tokens with an index below `until`; −∞ bans the token
     biases: bytes = b""
-    allowed: bytes = b""
-    guided: bool = False
+    allowed: bytes = b""  # bitmask of the tokens that may be sampled (bit t % 32 of word t // 32); empty: all
+    guided: bool = False  # whether the host computes the slot's token masks (`Guide`) and therefore needs its drafts
 
 
 class PageChange(msgspec.Struct, frozen=True, array_like=True):
@@ -81,22 +71,15 @@ class PageChange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PrefillRow(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt tokens to compute.
-
-    Attributes:
-        tokens: int32 tokens at positions `start`, `start + 1`, … next_token: the token after them, or `TOKEN_MADE`.
-        limit: number of tokens that the slot's pages can hold.
-        scored: number of leading positions that predict a prompt token with a requested log-probability.
-        top_scores: number of most probable tokens to return for each of these positions.
-    """
+    """Prompt tokens to compute."""
 
     slot: int
     start: int
-    tokens: bytes
-    next_token: int
-    limit: int
-    scored: int = 0
-    top_scores: int = 0
+    tokens: bytes  # int32 tokens at positions `start`, `start + 1`, …
+    next_token: int  # the token after them, or `TOKEN_MADE`
+    limit: int  # number of tokens that the slot's pages can hold
+    scored: int = 0  # number of leading positions that predict a prompt token with a requested log-probability
+    top_scores: int = 0  # number of most probable tokens to return for each of these positions
 
     @property
     def length(self) -> int:
@@ -105,52 +88,43 @@ class PrefillRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Guide(msgspec.Struct, frozen=True, array_like=True):
-    """Allowed tokens of a slot with a row in this step, if they depend on the preceding tokens.
-
-    masks: one bitmask for the row's first position, and one after each draft that may be verified.
-    """
+    """Allowed tokens of a slot with a row in this step, if they depend on the preceding tokens."""
 
     slot: int
-    masks: bytes
+    masks: bytes  # one bitmask for the row's first position, and one after each draft that may be verified
 
 
 class RankStep(msgspec.Struct, frozen=True, array_like=True):
-    """One DP rank's part of a step. decodes: int32 pairs (slot, limit), rows of the slot's last token and drafts at positions < `limit`."""
+    """One DP rank's part of a step."""
 
     admissions: list[Admission]
     pages: list[PageChange]
-    decodes: bytes
+    decodes: bytes  # int32 pairs (slot, limit), rows of the slot's last token and drafts at positions < `limit`
     prefills: list[PrefillRow]
     guides: list[Guide]
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
-    """Compute the rows of every rank and sample tokens.
-
-    num_drafts: maximum number of drafts that a decode row verifies. proposes: number of drafts to make for the next step; 0: the MTP
-    module does not run. If `num_drafts` is 0, the module runs only in launches with prompts.
-    """
+    """Compute the rows of every rank and sample tokens."""
 
     ranks: list[RankStep]
-    num_drafts: int = 0
+    num_drafts: int = 0  # maximum number of drafts that a decode row verifies
+    # number of drafts to make for the next step; 0: the MTP module does not run. If `num_drafts` is 0, the module runs only in launches
+    # with prompts
     proposes: int = 0
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True, tag="copy"):
-    """Copy pages. ranks: for each rank int32 pairs (from, to). No page occurs in two pairs."""
+    """Copy pages."""
 
-    ranks: list[bytes]
+    ranks: list[bytes]  # for each rank int32 pairs (from, to). No page occurs in two pairs
 
 
 class StorePages(msgspec.Struct, frozen=True, array_like=True, tag="store_pages"):
-    """Copy pages to host-memory slots, to disk, or both.
+    """Copy pages to host-memory slots, to disk, or both."""
 
-    ranks: for each rank int32 triples (page, slot, write number); −1: no slot, or no write. names: for each rank `NAME_BYTES` for each
-    page to write.
-    """
-
-    ranks: list[bytes]
-    names: list[bytes] = []
+    ranks: list[bytes]  # for each rank int32 triples (page, slot, write number); −1: no slot, or no write
+    names: list[bytes] = []  # for each rank `NAME_BYTES` for each page to write
 
 
 class FetchPages(msgspec.Struct, frozen=True, array_like=True, tag="fetch_pages"):
@@ -164,34 +138,27 @@ class FetchPages(msgspec.Struct, frozen=True, array_like=True, tag="fetch_pages"
 
 
 class ReadPages(msgspec.Struct, frozen=True, array_like=True, tag="read_pages"):
-    """Start reading pages from disk. The executor reports later which pages have arrived (`Executor.page_reports`).
+    """Start reading pages from disk. The executor reports later which pages have arrived (`Executor.page_reports`)."""
 
-    ranks: for each rank int32 numbers that are not in use. names: for each rank `NAME_BYTES` for each number. drops: for each rank int32
-    numbers of pages read or pulled earlier that are no longer needed, whether they have arrived or not.
-    """
-
-    ranks: list[bytes]
-    names: list[bytes]
+    ranks: list[bytes]  # for each rank int32 numbers that are not in use
+    names: list[bytes]  # for each rank `NAME_BYTES` for each number
+    # for each rank int32 numbers of pages read or pulled earlier that are no longer needed, whether they have arrived or not
     drops: list[bytes]
 
 
 class SendPages(msgspec.Struct, frozen=True, array_like=True, tag="send_pages"):
-    """Copy pages into chunks (KV transfer units). Other engines may pull a chunk once it is complete.
+    """Copy pages into chunks (KV transfer units). Other engines may pull a chunk once it is complete."""
 
-    ranks: for each rank int32 pairs (chunk, page). A chunk's pairs are consecutive, at most `CHUNK_PAGES` of `transfer/messages.py`.
-    """
-
+    # for each rank int32 pairs (chunk, page). A chunk's pairs are consecutive, at most `CHUNK_PAGES` of `transfer/messages.py`
     ranks: list[bytes]
 
 
 class PullPages(msgspec.Struct, frozen=True, array_like=True, tag="pull_pages"):
-    """Start pulling other engines' chunks. The executor reports later which pages have arrived (`Executor.page_reports`).
+    """Start pulling other engines' chunks. The executor reports later which pages have arrived (`Executor.page_reports`)."""
 
-    ranks: for each rank int32 quadruples (source, chunk, index in the chunk, new page number as in `ReadPages`), grouped by chunk.
-    sources: (number of the prefill side, address of its chunks); a quadruple's source is an index into it.
-    """
-
+    # for each rank int32 quadruples (source, chunk, index in the chunk, new page number as in `ReadPages`), grouped by chunk
     ranks: list[bytes]
+    # (number of the prefill side, address of its chunks); a quadruple's source is an index into it
     sources: list[tuple[int, str]] = []
 
 
@@ -243,26 +210,21 @@ class ReadLoads(msgspec.Struct, frozen=True, array_like=True, tag="read_loads"):
 
 
 class StageExperts(msgspec.Struct, frozen=True, array_like=True, tag="stage_experts"):
-    """Send experts of one MoE layer to the staging buffers of the ranks that will hold them. Steps continue to read the old slots.
+    """Send experts of one MoE layer to the staging buffers of the ranks that will hold them. Steps continue to read the old slots."""
 
-    layer: row of the placement: the model's MoE layers in order, then the MTP module's. moves: int32 pairs (source physical slot, target
-    physical slot). A rank sends and receives at most `ExpertSlots.per_exchange` experts, and sends at most one to each rank.
-    """
-
-    layer: int
+    layer: int  # row of the placement: the model's MoE layers in order, then the MTP module's
+    # int32 pairs (source physical slot, target physical slot). A rank sends and receives at most `ExpertSlots.per_exchange` experts, and
+    # sends at most one to each rank
     moves: bytes
 
 
 class PlaceExperts(msgspec.Struct, frozen=True, array_like=True, tag="place_experts"):
-    """Write a layer's staged experts into its slots, and activate the layer's new placement.
-
-    slots: int32, the physical slots to write; each was a target of a `StageExperts` for this layer since the last `PlaceExperts`.
-    physical_to_logical: int32, the logical expert in each physical slot from now on.
-    """
+    """Write a layer's staged experts into its slots, and activate the layer's new placement."""
 
     layer: int
+    # int32, the physical slots to write; each was a target of a `StageExperts` for this layer since the last `PlaceExperts`
     slots: bytes
-    physical_to_logical: bytes
+    physical_to_logical: bytes  # int32, the logical expert in each physical slot from now on
 
 
 class ConnectExperts(msgspec.Struct, frozen=True, array_like=True, tag="connect_experts"):

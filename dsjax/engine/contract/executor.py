@@ -186,7 +186,7 @@ class Executor(Protocol):
         """Whether the experts' load is recorded."""
 
     def set_recording(self, on: bool) -> None:
-        """Switch the recording of the experts' load on or off, from the next step on. Switching on resets the counts. Compiles nothing."""
+        """Switch the recording of the experts' load on or off, from the next step on. Switching on resets the counts."""
 
     def expert_counts(self) -> ExpertCounts | None:
         """Return the counters since recording began; None if it is off or the model has no experts."""

@@ -15,11 +15,6 @@ MOST_DRAFTS = 4
 class SpeculativeConfig(JsonOption):
     """Speculative decoding options, with vLLM's field names. The constructor checks them.
 
-    method: `mtp`, the model's own MTP module drafts. num_speculative_tokens: maximum number of drafts per row, 1 to 4.
-    num_speculative_tokens_per_batch_size: ranges `(low, high, n)`: while `low` to `high` requests are running on a DP rank, each
-    row drafts `n` tokens, 0 for none. Ranges begin at 1 without gaps; the last range also applies above its `high`.
-    "auto": the engine measures which number is fastest (`schedule/draft_choice.py`). None: `num_speculative_tokens` at any load.
-
     Raises:
         UserError: a wrong value, with the field's name, the value found and the values allowed.
     """
@@ -28,8 +23,11 @@ class SpeculativeConfig(JsonOption):
     example: ClassVar[str] = '\'{"method": "mtp", "num_speculative_tokens": 2}\''
     required: ClassVar[tuple[str, ...]] = ("method",)
 
-    method: str
-    num_speculative_tokens: int = 1
+    method: str  # `mtp`, the model's own MTP module drafts
+    num_speculative_tokens: int = 1  # maximum number of drafts per row, 1 to 4
+    # ranges `(low, high, n)`: while `low` to `high` requests are running on a DP rank, each row drafts `n` tokens, 0 for none. Ranges begin
+    # at 1 without gaps; the last range also applies above its `high`. "auto": the engine measures which number is fastest
+    # (`schedule/draft_choice.py`). None: `num_speculative_tokens` at any load
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | Literal["auto"] | None = None
 
     def __post_init__(self):
@@ -65,10 +63,12 @@ class SpeculativeConfig(JsonOption):
         return next((n for _, high, n in ranges if running <= high), ranges[-1][2])
 
     def _checked_ranges(self) -> tuple[tuple[int, int, int], ...]:
-        name, ranges = "num_speculative_tokens_per_batch_size", self.num_speculative_tokens_per_batch_size
+        name = "num_speculative_tokens_per_batch_size"
+        ranges = self.num_speculative_tokens_per_batch_size
         expected = 'a list of ranges [low, high, n], such as [[1, 64, 2], [65, 4096, 0]], or "auto"'
         self.check(isinstance(ranges, list | tuple) and bool(ranges), name, expected)
-        expected_low, most = 1, self.num_speculative_tokens
+        expected_low = 1
+        most = self.num_speculative_tokens
         for entry in ranges:
             is_triple = isinstance(entry, list | tuple) and len(entry) == 3 and all(map(is_integer, entry))
             self.check(is_triple, name, f"three integers [low, high, n] in place of {entry!r}")

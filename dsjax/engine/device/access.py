@@ -24,17 +24,14 @@ Running = Generator[Array, None, None]
 
 @dataclass(eq=False)
 class DeviceAccess:
-    """State, parameters and programs of one executor, shared by its parts. A part that changes the state or parameters assigns them here.
-
-    params: by path. placements: the expert placement; None for a model without experts.
-    """
+    """State, parameters and programs of one executor, shared by its parts. A part that changes state or parameters assigns them here."""
 
     model: ModelStep
     limits: ExecutorLimits
     programs: Programs
-    params: dict[str, Array]
+    params: dict[str, Array]  # by path
     state: DeviceState
-    placements: LayerPlacements | None = None
+    placements: LayerPlacements | None = None  # the expert placement; None for a model without experts
 
     def replace_programs(self, model: ModelStep, programs: Programs) -> None:
         """Use these programs from the next command on: the same model and state, with the experts on other devices."""
@@ -51,36 +48,27 @@ class DeviceAccess:
 
 @dataclass(eq=False)
 class Pending:
-    """A command that was launched.
-
-    kept: what the handler keeps for `collect`. error: why the command failed, if the executor survives the failure.
-    started, ended: seconds of the monotonic clock; with two steps in flight, `started` is the time of enqueuing.
-    """
+    """A command that was launched."""
 
     command: Command
     handler: Handler
     running: Running | None = None
     last: Array | None = None
-    kept: Any = None
-    error: str | None = None
+    kept: Any = None  # what the handler keeps for `collect`
+    error: str | None = None  # why the command failed, if the executor survives the failure
     done: bool = False
-    started: float = 0.0
-    ended: float = 0.0
+    started: float = 0.0  # seconds of the monotonic clock; with two steps in flight, the time of enqueuing
+    ended: float = 0.0  # seconds of the monotonic clock
 
 
 class Handler(NamedTuple):
-    """How commands of one kind are carried out.
+    """How commands of one kind are carried out."""
 
-    Attributes:
-        execute: sends a command's inputs and returns its execution, which begins later.
-        collect: returns the results of a finished command.
-        is_awaited: whether a caller waits for such a command. Other commands run at once where programs in flight together could deadlock.
-        keeps_last: whether the last array that `execute` yields is donated to no other program, so that any later wait can use it.
-    """
-
-    execute: Callable[[Pending, Any], Running]
-    collect: Callable[[Pending], Any] = lambda pending: None
+    execute: Callable[[Pending, Any], Running]  # sends a command's inputs and returns its execution, which begins later
+    collect: Callable[[Pending], Any] = lambda pending: None  # returns the results of a finished command
+    # whether a caller waits for such a command. Other commands run at once where programs in flight together could deadlock
     is_awaited: bool = False
+    # whether the last array that `execute` yields is donated to no other program, so that any later wait can use it
     keeps_last: bool = True
 
 

@@ -44,30 +44,25 @@ class RowPiece(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Rectangles of one program (None: absent), and each DP rank's pieces of prefill rows in them.
+    """Rectangles of one program (None: absent), and each DP rank's pieces of prefill rows in them."""
 
-    decode: has all decode rows of the step. scored: whether prompt tokens are also scored; then each rank has one row.
-    """
-
-    decode: Rectangle | None
+    decode: Rectangle | None  # has all decode rows of the step
     prefill: Rectangle | None
     pieces: list[Sequence[RowPiece]]
-    scored: bool = False
+    scored: bool = False  # whether prompt tokens are also scored; then each rank has one row
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Launch shapes: decode row counts, ascending, and prefill rectangles, widest chunk first.
-
-    mixed: whether decodes and prompts of a step share a launch, which reads the weights once instead of twice, but compiles each prefill
-    rectangle twice. single: rectangles of one row, one for each narrower width, for a short prompt alone. speculation: numbers of drafts.
-    """
+    """Launch shapes: decode row counts, ascending, and prefill rectangles, widest chunk first."""
 
     decode: tuple[int, ...]
     prefill: tuple[Rectangle, ...]
+    # whether decodes and prompts of a step share a launch, which reads the weights once instead of twice, but compiles each prefill
+    # rectangle twice
     mixed: bool
-    single: tuple[Rectangle, ...] = ()
-    speculation: SpeculativeConfig | None = None
+    single: tuple[Rectangle, ...] = ()  # rectangles of one row, one for each narrower width, for a short prompt alone
+    speculation: SpeculativeConfig | None = None  # determines the numbers of drafts
 
     @classmethod
     def covering(

@@ -54,14 +54,11 @@ def pages_that_fit(step: ModelStep, wanted: int, pool: Pool | None = None, held_
 
 @dataclass(frozen=True)
 class Pool:
-    """JAX's memory pool on an accelerator, in bytes.
+    """JAX's memory pool on an accelerator, in bytes."""
 
-    size: size of the pool. used: weights and any other allocations. temporaries: the largest need of any program.
-    """
-
-    size: int
-    used: int
-    temporaries: int
+    size: int  # size of the pool
+    used: int  # weights and any other allocations
+    temporaries: int  # the largest need of any program
 
     @classmethod
     def of(cls, step: ModelStep, temporaries: int) -> Pool | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TypeVar
 
 import jax
@@ -16,13 +16,17 @@ from jaxtyping import Array, Bool, Int
 
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.device import cache as device_cache
-from dsjax.engine.device.sampler import SlotSampling
+from dsjax.engine.device.sampler import SAMPLING_COLUMNS
 from dsjax.model.cache_groups import Table
 from dsjax.model.paging import Cache
 from dsjax.model.step import ModelStep
 from sharding.placement import CopyTables
 
 Tree = TypeVar("Tree")
+
+START, LAST_TOKEN, NUM_DRAFTS, SAMPLING = range(4)
+"""Columns of ``DeviceState.slots``; from ``SAMPLING`` on ``sampler.SlotSampling``, from ``DRAFTS`` on the drafts."""
+DRAFTS = SAMPLING + SAMPLING_COLUMNS
 
 MOST_COUNTED = 32_000
 """Maximum count of a token in an output. Beyond it, penalties no longer grow."""
@@ -43,23 +47,24 @@ class DeviceState:
     cache: the KV cache, the MTP module's layer last; filled: whether the module's entry of a cache slot belongs to the slot's current
         token (in window pages, if the module's layer uses them).
     tables: page table of each slot, followed by its ring of window pages: page ``i`` at entry ``i % Pw``.
-    start: number of the request's tokens in the cache; last_token: the token at that position; drafts, num_drafts: proposed after it.
-    sampling: sampling parameters, seed and prompt length of each slot; counts: for requests with penalties, 2 × times in the output
-        + 1 if in the prompt.
+    slots: the other numbers of each slot, in one array, because a step pays for each array on each device: how many of the request's
+        tokens are in the cache, the token at that position, how many drafts follow it, sampling parameters, the drafts.
+    counts: for requests with penalties, 2 × times in the output + 1 if in the prompt.
     copies: the placement of experts; loads: tokens per physical expert since the last read, with ``--enable-eplb``.
     """
 
     cache: Cache
     filled: Bool[Array, "P_all G"] | None
     tables: Int[Array, "B Z Pt"]
-    start: Int[Array, "B Z"]
-    last_token: Int[Array, "B Z"]
-    drafts: Int[Array, "B Z n"] | None
-    num_drafts: Int[Array, "B Z"]
-    sampling: SlotSampling
+    slots: Int[Array, "B Z _"]
     counts: Int[Array, "B Z V"]  # uint16
     copies: CopyTables | None
     loads: Int[Array, "L N X"] | None
+
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts of a slot; 0: the engine makes none."""
+        return self.slots.shape[-1] - DRAFTS
 
 
 def describe(
@@ -72,7 +77,6 @@ def describe(
     def array(*shape: int, dtype=np.int32):
         return jax.ShapeDtypeStruct((ranks, slots, *shape), dtype, sharding=rows)
 
-    integers = {"num_prompt_tokens": np.int32, "seed": np.uint32, "seed_high": np.uint32, "top_k": np.int32}
     copies = None
     if step.config.is_moe:
         tables = step.placement.tables
@@ -81,25 +85,20 @@ def describe(
     if counts_loads:
         # A device counts the tokens of its own experts, or with disaggregated experts, the tokens it sends to each expert.
         counted = step.placement.n_physical // (1 if step.apart is not None else step.spec.ep_size)
-        shape = (step.moe_layers_with_module, step.spec.num_devices, counted)
+        shape = (step.num_moe_layers_with_mtp, step.spec.num_devices, counted)
         loads = jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(step.mesh, P(None, step.spec.token_axes)))
     filled = None
-    if num_drafts and step.ends:
-        pages = limits.windows_per_rank if step.fills_windows else limits.pages_per_rank
+    if num_drafts and step.is_last_stage:
+        pages = limits.windows_per_rank if step.mtp_fills_windows else limits.pages_per_rank
         shape = (ranks * pages, limits.page_size)
         filled = jax.ShapeDtypeStruct(shape, bool, sharding=rows)
     return DeviceState(
         cache=device_cache.describe(step, limits.pages_per_rank, limits.windows_per_rank),
         filled=filled,
         tables=array(limits.max_pages + limits.window_columns),
-        start=array(),
-        last_token=array(),
-        drafts=array(num_drafts) if num_drafts else None,
-        num_drafts=array(),
-        sampling=SlotSampling(
-            **{field.name: array(dtype=integers.get(field.name, np.float32)) for field in fields(SlotSampling)}
-        ),
-        counts=array(limits.vocab_size if step.ends else 1, dtype=np.uint16),  # an empty array would lose its sharding
+        slots=array(DRAFTS + num_drafts),
+        # an empty array would lose its sharding
+        counts=array(limits.vocab_size if step.is_last_stage else 1, dtype=np.uint16),
         copies=copies,
         loads=loads,
     )
@@ -192,7 +191,7 @@ def _table_of(step: ModelStep, name: str) -> Table:
 def _arrays_on(step: ModelStep, state: DeviceState, table: Table) -> tuple[Cache, Array | None]:
     """Return the cache arrays on pages of a kind, and ``filled`` if the MTP module's entries are on such pages."""
     cache = {name: array for name, array in state.cache.items() if _table_of(step, name) == table}
-    return cache, state.filled if step.fills_windows == (table == "window") else None
+    return cache, state.filled if step.mtp_fills_windows == (table == "window") else None
 
 
 def _cache_specs(step: ModelStep, table: Table) -> dict[str, P]:

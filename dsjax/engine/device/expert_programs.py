@@ -34,11 +34,11 @@ Stack = dict[str, Any]
 
 
 class ExpertLayers(NamedTuple):
-    """Expert parameters of one stack. names: name within a layer to parameter path; rows: placement rows of its layers."""
+    """Expert parameters of one stack."""
 
     stack: str
-    names: dict[str, str]
-    rows: Sequence[int]
+    names: dict[str, str]  # name within a layer to parameter path
+    rows: Sequence[int]  # placement rows of its layers
 
     def of(self, params: Mapping[str, Any]) -> Stack:
         """Return these parameters by their names within a layer."""
@@ -54,7 +54,7 @@ def expert_layers(step: ModelStep) -> list[ExpertLayers]:
         prefix = stack + EXPERTS
         names = {path.removeprefix(prefix): path for path in step.table.infos if path.startswith(prefix)}
         if names:
-            modules = range(len(row_of), step.moe_layers_with_module)
+            modules = range(len(row_of), step.num_moe_layers_with_mtp)
             found.append(ExpertLayers(stack, names, rows.get(stack, modules)))
     return found
 
@@ -79,7 +79,7 @@ def expert_bytes(step: ModelStep) -> int:
     """Return the bytes of one expert on one device: the whole expert, or its shard if its width is split."""
     if step.apart is not None:
         return step.apart.expert_bytes
-    return staging_bytes(step) * step.spec.ep_size // step.stored_placement.n_physical
+    return staging_bytes(step) * step.spec.ep_size // step.with_shared_slots(step.placement).n_physical
 
 
 def exchange_bytes(step: ModelStep, experts: int) -> int:

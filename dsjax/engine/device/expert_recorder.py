@@ -28,7 +28,7 @@ _Size = tuple[int, int]
 
 
 class ExpertRecorder:
-    """Adds up counts that every step already computes, so recording compiles nothing. A new recording has a new recorder.
+    """Adds up the dispatch's counts of each step. A new recording has a new recorder.
 
     Reports stay on the devices for up to 64 launches or one second. ``counts`` omits these reports; ``read`` reads them first.
     """
@@ -45,7 +45,7 @@ class ExpertRecorder:
         """Keep a launch's reports. groups: the launch's row groups on a DP rank; placements: its placement of experts."""
         if not reports:
             return
-        exchanges = self._step.micro_batches(groups)
+        exchanges = self._step.num_micro_batches(groups)
         size = -(-sum(group.tokens for group in groups) // exchanges), exchanges
         self._unread.append((dict(reports), size, placements))
         if len(self._unread) >= _MAX_UNREAD or time.monotonic() - self._last_read_time >= _SECONDS:

@@ -22,20 +22,16 @@ NO_TOKEN_ALLOWED = (
 
 
 class LaunchOutcome(NamedTuple):
-    """Results of a launch, on the devices.
-
-    outcome: ``[B, J]``, tokens of all sampled positions, see ``slots.commit``. scores: scores at these positions; prompt_scores: scores at
-    all token slots of a scored launch; None if not requested. drafts: ``[B, R + R2, n]``; None if none were proposed.
-    """
+    """Results of a launch, on the devices."""
 
     launch: Launch
     shape: LaunchShape
     rules: RowRules
-    outcome: Array
+    outcome: Array  # ``[B, J]``, tokens of all sampled positions, see ``slots.commit``
     reports: Mapping[str, Array] | None
-    drafts: Array | None = None
-    scores: Scores | None = None
-    prompt_scores: Scores | None = None
+    drafts: Array | None = None  # ``[B, R + R2, n]``; None if none were proposed
+    scores: Scores | None = None  # scores at these positions
+    prompt_scores: Scores | None = None  # scores at all token slots of a scored launch; None if not requested
 
 
 def read_step(step: Step, outcomes: Sequence[LaunchOutcome]) -> list[RankResults]:

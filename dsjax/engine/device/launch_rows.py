@@ -144,6 +144,7 @@ def _admission(admission: Admission) -> np.ndarray:
         admission.slot,
         admission.start,
         admission.token,
+        0,  # drafts
         sampling.num_prompt_tokens,
         sampling.seed & 0xFFFFFFFF,
         sampling.seed >> 32,

@@ -61,8 +61,7 @@ class LoweredPrograms:
         experts: Worker | None = None,
     ):
         self.experts = experts
-        # The dispatch always counts, without a collective, so that switching the recording on compiles nothing.
-        self._step = dataclasses.replace(step, dispatch=dataclasses.replace(step.dispatch, report=True))
+        self._step = step
         self._params = device_state.description(dict(params))
         self._limits, self._experts_per_exchange = limits, experts_per_exchange
         self._state = device_state.description(state)
@@ -77,8 +76,8 @@ class LoweredPrograms:
             rectangle and GroupShape(*rectangle, limits.max_pages, form, limits.window_columns)
             for rectangle, form in zip((decode, prefill), forms, strict=True)
         ]
-        drafts = 0 if self._state.drafts is None else self._state.drafts.shape[-1]
-        return LaunchShape(*groups, limits.page_size, sampling_room(decode, prefill, limits.max_rows_decode, drafts))
+        room = sampling_room(decode, prefill, limits.max_rows_decode, self._state.max_drafts)
+        return LaunchShape(*groups, limits.page_size, room)
 
     def described_moved(self, table: Table = "context") -> dict[str, jax.ShapeDtypeStruct]:
         """Describe the results of ``take_pages`` for a kind of pages; empty for window pages in a model without them."""
@@ -89,29 +88,41 @@ class LoweredPrograms:
         kind, *arguments = key
         return getattr(self, "lower_" + kind.replace(" ", "_"))(*arguments)
 
-    def lower_step(self, shape: LaunchShape, scored: bool = False) -> Lowered:
+    @property
+    def counts_loads(self) -> bool:
+        """Whether the state counts the experts' loads. Then all steps return reports."""
+        return self._state.loads is not None
+
+    def _reporting_step(self, reports: bool) -> ModelStep:
+        dispatch = dataclasses.replace(self._step.dispatch, report=reports or self.counts_loads)
+        return dataclasses.replace(self._step, dispatch=dispatch)
+
+    def lower_step(self, shape: LaunchShape, scored: bool = False, reports: bool = False) -> Lowered:
         """``(params, state, packed) -> (state, positions, outcome, logits, hidden, reports)``, with ``scored`` also ``Scores``.
 
         Computes the rows of a launch with their most probable tokens. positions: those that make a token, packed; outcome: their tokens,
-        see ``commit``; logits: at these positions; hidden: of all token slots. With ``scored``, the token after each position of the
-        prefill row is scored. A stage before the last returns ``(state, positions, hidden, reports)``.
+        see ``commit``; logits: at these positions; hidden: of all token slots, None in an engine without drafts. With ``scored``, the token
+        after each position of the prefill row is scored. A stage before the last returns ``(state, positions, hidden, reports)``.
+
+        reports: see ``ModelStep.hidden``; empty unless asked for or needed to count loads: on 32 devices, counting takes a tenth of the
+        step of one user.
         """
+        model = self._reporting_step(reports)
 
         def run(params, state, packed, *arrived):
-            if not self._step.ends:
-                state, rows, _, hidden, reports = step_programs.run_layers(
-                    self._step, params, state, packed, shape, *arrived
-                )
+            if not self._step.is_last_stage:
+                state, rows, _, hidden, counts = step_programs.run_layers(model, params, state, packed, shape, *arrived)
                 at = Positions.of(rows, shape).pack()
                 pinned = self._pin(
                     (at, hidden), (self._describe_positions(shape.positions)[0], self._describe_hidden(shape.tokens))
                 )
-                return self._pin(state, self._state), *pinned, reports
-            state, _, at, outcome, logits, hidden, reports, *scores = step_programs.compute(
-                self._step, params, state, packed, shape, scored, *arrived
+                return self._pin(state, self._state), *pinned, counts
+            state, _, at, outcome, logits, hidden, counts, *scores = step_programs.compute(
+                model, params, state, packed, shape, scored, *arrived
             )
-            pinned = self._pin((at.pack(), outcome, logits, hidden), self._describe_step(shape))
-            return self._pin(state, self._state), *pinned, reports, *scores
+            *pinned, hidden = self._pin((at.pack(), outcome, logits, hidden), self._describe_step(shape))
+            hidden = hidden if self._state.max_drafts else None
+            return self._pin(state, self._state), *pinned, hidden, counts, *scores
 
         return self._lower_step(run, shape)
 
@@ -133,21 +144,20 @@ class LoweredPrograms:
 
         return jax.jit(run, donate_argnums=0).lower(self._state, packed, outcome, *proposed)
 
-    def lower_drafting_step(self, shape: LaunchShape, count: int) -> Lowered:
+    def lower_drafting_step(self, shape: LaunchShape, count: int, reports: bool = False) -> Lowered:
         """``(params, state, packed) -> (state, outcome, drafts [B, R, count], reports)``: ``step`` and ``drafts`` in one program.
 
         For decode rows that take their most probable tokens; it saves a launch.
         """
+        model = self._reporting_step(reports)
 
         def run(params, state, packed, *arrived):
-            state, rows, _, outcome, _, hidden, reports = step_programs.compute(
-                self._step, params, state, packed, shape, False, *arrived
+            state, rows, _, outcome, _, hidden, counts = step_programs.compute(
+                model, params, state, packed, shape, False, *arrived
             )
-            state, proposed = step_programs.propose(
-                self._step, params, state, packed, rows, outcome, hidden, shape, count
-            )
+            state, proposed = step_programs.propose(model, params, state, packed, rows, outcome, hidden, shape, count)
             outcome = self._pin(outcome, self._describe_positions(shape.positions)[1])
-            return self._pin(state, self._state), outcome, proposed, reports
+            return self._pin(state, self._state), outcome, proposed, counts
 
         return self._lower_step(run, shape)
 
@@ -156,12 +166,11 @@ class LoweredPrograms:
 
         packed: the input of ``step``; the others are results of ``step``.
         """
+        model = self._reporting_step(False)
 
         def run(params, state, packed, at, outcome, hidden):
             rows = StepRows.of(packed, Positions.unpack(at), shape)
-            state, proposed = step_programs.propose(
-                self._step, params, state, packed, rows, outcome, hidden, shape, count
-            )
+            state, proposed = step_programs.propose(model, params, state, packed, rows, outcome, hidden, shape, count)
             return self._pin(state, self._state), proposed
 
         at, outcome, _, hidden = self._describe_step(shape)
@@ -173,7 +182,7 @@ class LoweredPrograms:
         With experts on devices of their own, it is cut into several programs.
         """
         packed = self._describe((shape.packed_width,), np.int32)
-        if not arguments and not self._step.begins:
+        if not arguments and not self._step.is_first_stage:
             arguments = (self._describe_hidden(shape.tokens),)
         arguments = self._params, self._state, packed, *arguments
         if self.experts is not None:
@@ -282,7 +291,7 @@ class LoweredPrograms:
             groups = [RowGroup.unpack(packed, shape)]
             hidden, cache, _ = self._step.hidden(params, state.cache, groups, state.copies, *arrived)
             state = dataclasses.replace(state, cache=cache, filled=step_programs.mark_stale(self._step, state, groups))
-            if not self._step.ends:
+            if not self._step.is_last_stage:
                 return self._pin(state, self._state), self._pin(hidden, self._describe_hidden(shape.tokens))
             logits = self._step.logits(params, hidden)[0]  # of rank 0
             if self.shared:

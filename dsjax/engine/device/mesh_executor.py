@@ -112,7 +112,8 @@ class MeshExecutor(DeviceAccess):
             part.register(self._table)
         self._queue: deque[Pending] = deque()
         self._padding = 0
-        self._warmed_up: frozenset[Hashable] | None = None
+        self._known_programs: frozenset[Hashable] | None = None  # when counted last; None before the warm-up
+        self._late_compilations = 0
 
     def extension(self, kind: type[Kind]) -> Kind | None:
         """Return what a part offers under this type, or None."""
@@ -165,16 +166,19 @@ class MeshExecutor(DeviceAccess):
             self.programs.meet()
         for part in self._parts:
             part.rehearse(lambda command: self.collect(self.launch(command)))
-        self._warmed_up = self.programs.compiled
+        self._known_programs = self.programs.compiled
         remaining = [key for key in labels if key not in first]
         return partial(self.programs.compile_beside, remaining) if remaining else None
 
     def counts(self) -> ExecutorCounts:
         """Return the counts of the last step and of the programs."""
-        late = 0
-        if self._warmed_up is not None:
-            late = len(self.programs.compiled - self._warmed_up - self.programs.compiled_beside)
-        return ExecutorCounts(self._padding, late, self._recorder.counts() if self.recording else None)
+        if self._known_programs is not None:
+            late = self.programs.compiled - self._known_programs - self.programs.compiled_beside
+            self._known_programs |= late
+            if not self.recording:  # while recording, steps with counts are compiled when they first run
+                self._late_compilations += len(late)
+        experts = self._recorder.counts() if self.recording else None
+        return ExecutorCounts(self._padding, self._late_compilations, experts)
 
     @property
     def recording(self) -> bool:
@@ -182,7 +186,10 @@ class MeshExecutor(DeviceAccess):
         return self._recorder is not None
 
     def set_recording(self, on: bool) -> None:
-        """Switch the recording of the experts' load on or off, from the next step on. Switching on resets the counts. Compiles nothing."""
+        """Switch the recording of the experts' load on or off, from the next step on. Switching on resets the counts.
+
+        Without ``--enable-eplb``, steps with counts are other programs, which are compiled when they first run.
+        """
         if on != self.recording:
             self._recorder = ExpertRecorder(self.model) if on else None
 
@@ -220,7 +227,7 @@ class MeshExecutor(DeviceAccess):
         """Use other programs from now on. The recording of experts starts over."""
         super().replace_programs(model, programs)
         self._recorder = ExpertRecorder(self.model) if self.recording else None
-        self._warmed_up = self.programs.compiled
+        self._known_programs = self.programs.compiled
 
     def _advance(self) -> None:
         """Start the next command; run commands without a waiter to their end."""
@@ -274,12 +281,12 @@ class MeshExecutor(DeviceAccess):
         command = pending.command
         proposes = command.proposes if command.num_drafts or launch.prefill is not None else 0
         if proposes and launch.prefill is None and rules.ops is None and not rules.scored:
-            program = self.programs.get("drafting step", shape, proposes)
+            program = self.programs.get("drafting step", shape, proposes, self._reports(pending))
             self.state, outcome, drafts, reports = program(self.params, self.state, packed, *self._incoming_hidden())
             yield outcome
             yield from self._keep(pending, LaunchOutcome(launch, shape, rules, outcome, reports, drafts))
             return
-        program = self.programs.get("step", shape, launch.scored)
+        program = self.programs.get("step", shape, launch.scored, self._reports(pending))
         self.state, positions, outcome, logits, hidden, reports, *prompt_scores = program(
             self.params, self.state, packed, *self._incoming_hidden()
         )
@@ -303,6 +310,10 @@ class MeshExecutor(DeviceAccess):
             yield drafts
         launched = LaunchOutcome(launch, shape, rules, outcome, reports, drafts, scores, *prompt_scores)
         yield from self._keep(pending, launched)
+
+    def _reports(self, pending: Pending) -> bool:
+        """Whether a step needs programs that return the dispatch's counts. With ``--enable-eplb``, all do."""
+        return pending.kept.recording and not self.programs.counts_loads
 
     def _incoming_hidden(self) -> tuple[Array, ...]:
         """Return the last argument of programs with layers: the hidden states of the previous stage, if there is one."""
@@ -376,7 +387,7 @@ class MeshExecutor(DeviceAccess):
         def run() -> Running:
             for packed in sent:
                 self.state = self.programs.get(kind)(self.state, packed)
-                yield self.state.start
+                yield self.state.slots
 
         return run()
 

@@ -15,7 +15,7 @@ from jaxtyping import Array
 from dsjax.engine.contract.executor import ExecutorLimits, Progress
 from dsjax.engine.device import expert_programs
 from dsjax.engine.device.buckets import Buckets, Rectangle
-from dsjax.engine.device.compiler_options import compiler_options
+from dsjax.engine.device.compiler_options import step_options
 from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.lowered_programs import LoweredPrograms, commit_key, gather_key
 from dsjax.engine.device.sampler import mask_words
@@ -93,9 +93,7 @@ class Programs(LoweredPrograms):
         self._shapes: dict[tuple[Rectangle | None, Rectangle | None], LaunchShape] = {}
 
     def _compiler_options(self, key: ProgramKey) -> dict[str, int | bool] | None:
-        # In an exact step, kernels sum in layers and head, and `log_softmax` has a fixed order: XLA itself sums only in draws.
-        platform = self._step.mesh.devices.flat[0].platform
-        return compiler_options(platform, sums=not self._step.is_exact or key[0] == "draw")
+        return step_options(self._step, draws=key[0] == "draw")
 
     def with_experts(self, step: ModelStep, experts: Worker) -> Programs:
         """Compile the same programs for another backend of the routed experts."""
@@ -210,23 +208,23 @@ class Programs(LoweredPrograms):
     def labels(self, buckets: Buckets) -> dict[ProgramKey, str]:
         """Return keys and names of all programs that ``buckets`` need, without gathering programs."""
         labels: dict[ProgramKey, str] = {}
-        ends = self._step.ends
+        ends = self._step.is_last_stage
         launches = [(*shapes, False) for shapes in buckets.shapes()]
         for decode, prefill, proposes, scored in [*launches, (None, buckets.scored, buckets.proposals, True)]:
             shape, name = self.shape(decode, prefill), shape_label(decode, prefill)
             if not ends:  # scored launches have no program of their own there
-                labels["step", shape, False] = f"prompt scores, {name}" if scored else name
+                labels["step", shape, False, False] = f"prompt scores, {name}" if scored else name
                 for count in (0, *proposes):
                     key = commit_key(shape, count)
                     labels[key] = f"tokens of {shape.positions} positions, {count} drafts"
                 continue
-            labels["step", shape, scored] = f"prompt scores, {name}" if scored else name
+            labels["step", shape, scored, False] = f"prompt scores, {name}" if scored else name
             for kind, what in (("draw", "sampler"), ("biases", "biases"), ("score", "log-probabilities")):
                 labels.setdefault((kind, shape.positions), f"{what}, {name}")
             for count in proposes:
                 labels["drafts", shape, count] = f"{count} drafts, {name}"
                 if prefill is None:
-                    labels["drafting step", shape, count] = f"{name}, then {count} drafts"
+                    labels["drafting step", shape, count, False] = f"{name}, then {count} drafts"
         labels |= {("allocate",): "allocation", ("admit",): "admission"}
         if self._limits.moves_pages:
             for table in ("context", "window") if self._limits.windows_per_rank else ("context",):
@@ -252,7 +250,8 @@ class Programs(LoweredPrograms):
         shapes = [self.shape(*pair) for *pair, _ in buckets.shapes() if buckets.serves_one(*pair)]
         wanted = {*shapes, *(shape.positions for shape in shapes)}
         is_wanted = lambda key: all(one in wanted or isinstance(one, str) for one in key[1:2])  # noqa: E731
-        return {key: name for key, name in labels.items() if is_wanted(key) and key[-1] is not True}
+        is_scored = lambda key: key[0] == "step" and key[2]  # noqa: E731
+        return {key: name for key, name in labels.items() if is_wanted(key) and not is_scored(key)}
 
 
 def shape_label(decode: Rectangle | None, prefill: Rectangle | None) -> str:

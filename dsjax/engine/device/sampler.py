@@ -7,7 +7,7 @@ token bitmasks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import jax
@@ -44,21 +44,28 @@ def _first_equal(logits: Float[Array, "*b V"], most: Float[Array, "*b"]) -> Int[
 @jax.tree_util.register_dataclass
 @dataclass
 class SlotSampling:
-    """Sampling parameters of each slot in the device state, ``[B, slots]``, or of each row of a launch, ``[B, R]``, copied from its slot.
+    """Sampling parameters of each row of a launch, copied from its slot. The fields correspond to ``commands.Sampling``."""
 
-    The fields correspond to ``commands.Sampling``.
-    """
+    num_prompt_tokens: Int[Array, "*b"]
+    seed: Int[Array, "*b"]  # uint32, the low word
+    seed_high: Int[Array, "*b"]  # uint32
+    top_k: Int[Array, "*b"]  # 0: all
+    temperature: Float[Array, "*b"]  # 0: greedy
+    top_p: Float[Array, "*b"]
+    min_p: Float[Array, "*b"]
+    presence: Float[Array, "*b"]
+    frequency: Float[Array, "*b"]
+    repetition: Float[Array, "*b"]
 
-    num_prompt_tokens: Int[Array, "B Z"]
-    seed: Int[Array, "B Z"]  # uint32, the low word
-    seed_high: Int[Array, "B Z"]  # uint32
-    top_k: Int[Array, "B Z"]  # 0: all
-    temperature: Float[Array, "B Z"]  # 0: greedy
-    top_p: Float[Array, "B Z"]
-    min_p: Float[Array, "B Z"]
-    presence: Float[Array, "B Z"]
-    frequency: Float[Array, "B Z"]
-    repetition: Float[Array, "B Z"]
+    @classmethod
+    def unpack(cls, columns: Int[Array, "*b 10"]) -> SlotSampling:
+        """Return the parameters from int32 columns in the order of the fields, which hold the bits of the other types."""
+        dtypes = [jnp.int32, jnp.uint32, jnp.uint32, jnp.int32, *[jnp.float32] * 6]
+        return cls(*(jax.lax.bitcast_convert_type(columns[..., i], dtype) for i, dtype in enumerate(dtypes)))
+
+
+SAMPLING_COLUMNS = len(fields(SlotSampling))
+"""Number of columns that ``SlotSampling.unpack`` takes."""
 
 
 class Scores(NamedTuple):

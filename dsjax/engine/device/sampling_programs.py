@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from dsjax.engine.device import sampler
-from dsjax.engine.device.device_state import MOST_COUNTED, DeviceState
+from dsjax.engine.device.device_state import DRAFTS, MOST_COUNTED, SAMPLING, DeviceState
 from dsjax.engine.device.sampler import SamplingOps, Scores, SlotSampling, sample, score
 from dsjax.engine.device.slots import Positions, StepRows, commit
 from dsjax.model.step import ModelStep
@@ -21,19 +21,19 @@ from sharding.indices import take
 def add_biases(
     step: ModelStep, state: DeviceState, at: Positions, logits: Float[Array, "B J V"], biases: Int[Array, "B _ 4"]
 ) -> Float[Array, "B J V"]:
-    """Return logits with biases added, see ``sampler.add_biases``. The vocabulary stays sharded over ``tp``."""
+    """Return logits with biases added; ``sampler.add_biases`` has the columns. The vocabulary stays sharded over ``tp``."""
     _, _, vocab = step.logits_spec(logits.shape[1])
     spec, by_rank = P(step.spec.batch_axes, None, vocab), P(step.spec.batch_axes)
 
-    def local(logits, biases, at, prompts):
-        first = lax.axis_index(spec[2]) * logits.shape[-1] if spec[2] else 0
-        biases, at, prompts = jax.tree.map(lambda array: array[0], (biases, at, prompts))
-        return sampler.add_biases(logits[0], _output_indices(at, take(prompts, _slot_indices(at))), biases, first)[None]
+    def local(logits, biases, at, slots):
+        first = lax.axis_index(vocab) * logits.shape[-1] if vocab else 0
+        biases, at, slots = jax.tree.map(lambda array: array[0], (biases, at, slots))
+        return sampler.add_biases(logits[0], _output_indices(at, _sampling(slots, at)), biases, first)[None]
 
     run = jax.shard_map(
         local, mesh=step.mesh, in_specs=(spec, by_rank, by_rank, by_rank), out_specs=spec, check_vma=False
     )
-    return run(logits, biases, at, state.sampling.num_prompt_tokens)
+    return run(logits, biases, at, state.slots)
 
 
 def draw(
@@ -42,25 +42,24 @@ def draw(
     at: Positions,
     raw: Float[Array, "B J V"],
     biased: Float[Array, "B J V"],
-    masks: Int[Array, "B J W"],
+    masks: Int[Array, "B J words"],
     ops: SamplingOps,
 ) -> tuple[DeviceState, Int[Array, "B J"]]:
     """Draw a token at every position, write the tokens to the state with ``commit``, and count them for slots with penalties.
 
-    raw: the model's logits. All devices of ``tp`` draw the same tokens.
+    raw: the model's logits; biased: with biases; masks: bitmasks of allowed tokens. All devices of ``tp`` draw the same tokens.
     """
     by_rank = P(step.spec.batch_axes)
-    most_drafts = 0 if state.drafts is None else state.drafts.shape[-1]
+    most_drafts = state.max_drafts
 
-    def local(sampling, counts, at, raw, biased, masks, ops):
-        sampling, counts, at, raw, biased, masks = jax.tree.map(
-            lambda array: array[0], (sampling, counts, at, raw, biased, masks)
+    def local(slots, counts, at, raw, biased, masks, ops):
+        slots, counts, at, raw, biased, masks = jax.tree.map(
+            lambda array: array[0], (slots, counts, at, raw, biased, masks)
         )
-        slots = _slot_indices(at)
-        row_sampling = jax.tree.map(lambda array: take(array, slots), sampling)
+        row_sampling = _sampling(slots, at)
 
         def penalised(logits):
-            before = take(counts, slots).astype(jnp.int32)
+            before = take(counts, _slot_indices(at)).astype(jnp.int32)
             if most_drafts:
                 before = sampler.counts_along_drafts(before, at.token, at.number, most_drafts, MOST_COUNTED)
             return sampler.penalise(
@@ -70,12 +69,11 @@ def draw(
         changed = lax.cond(ops.penalties, penalised, lambda logits: logits, biased)
         allowed = lambda logits: jnp.where(sampler.allowed(masks, logits.shape[-1]), logits, -jnp.inf)  # noqa: E731
         changed = lax.cond(ops.masks, allowed, lambda logits: logits, changed)
-        of_rows = jax.tree.map(lambda array: array[None], row_sampling)
-        place = jnp.maximum(_output_indices(at, row_sampling.num_prompt_tokens), 0)
-        return sample(raw[None], changed[None], of_rows, place[None], ops)
+        num_sampled = jnp.maximum(_output_indices(at, row_sampling), 0)
+        return sample(*jax.tree.map(lambda array: array[None], (raw, changed, row_sampling, num_sampled)), ops)
 
     run = jax.shard_map(local, mesh=step.mesh, in_specs=(*[by_rank] * 6, P()), out_specs=by_rank, check_vma=False)
-    tokens = run(state.sampling, state.counts, at, raw, biased, masks, ops)
+    tokens = run(state.slots, state.counts, at, raw, biased, masks, ops)
     state, outcome = commit(step, state, at, tokens)
     return _count(step, state, at, outcome, ops), outcome
 
@@ -101,22 +99,28 @@ def _slot_indices(at: Positions) -> Int[Array, "J"]:
     return jnp.maximum(at.slot, 0)
 
 
-def _output_indices(at: Positions, prompts: Int[Array, "J"]) -> Int[Array, "J"]:
-    """Return the output index of the token sampled at each position. prompts: prompt length of each position's request."""
-    return at.position + 1 - prompts
+def _sampling(slots: Int[Array, "Z _"], at: Positions) -> SlotSampling:
+    """Return the sampling parameters of each position. slots: see ``DeviceState``."""
+    return SlotSampling.unpack(take(slots, _slot_indices(at))[:, SAMPLING:DRAFTS])
+
+
+def _output_indices(at: Positions, sampling: SlotSampling) -> Int[Array, "J"]:
+    """Return the output index of the token sampled at each position."""
+    return at.position + 1 - sampling.num_prompt_tokens
 
 
 def _count(
     step: ModelStep, state: DeviceState, at: Positions, outcome: Int[Array, "B J"], ops: SamplingOps
 ) -> DeviceState:
-    """Count the sampled tokens of slots with penalties."""
+    """Count the sampled tokens of slots with penalties. A count is 2 × times in the output + 1 if in the prompt."""
     by_rank = P(step.spec.batch_axes)
 
-    def local(counts, sampling: SlotSampling, at, outcome, ops):
-        counts, sampling, at, outcome = jax.tree.map(lambda a: a[0], (counts, sampling, at, outcome))
-        is_new = (at.slot >= 0) & (at.active > 0) & (at.next_token < 0) & (outcome >= 0)
+    def local(counts, slots, at, outcome, ops):
+        counts, slots, at, outcome = jax.tree.map(lambda a: a[0], (counts, slots, at, outcome))
+        sampling = _sampling(slots, at)
+        is_sampled = (at.slot >= 0) & (at.active > 0) & (at.next_token < 0) & (outcome >= 0)
         has_penalties = (sampling.presence != 0) | (sampling.frequency != 0) | (sampling.repetition != 1)
-        slot = jnp.where(is_new & take(has_penalties, _slot_indices(at)), at.slot, counts.shape[0])
+        slot = jnp.where(is_sampled & has_penalties, at.slot, counts.shape[0])
 
         def add(counts):
             # A row may sample one token several times, so add all increments before clamping.
@@ -128,4 +132,4 @@ def _count(
     run = jax.shard_map(
         local, mesh=step.mesh, in_specs=(by_rank, by_rank, by_rank, by_rank, P()), out_specs=by_rank, check_vma=False
     )
-    return dataclasses.replace(state, counts=run(state.counts, state.sampling, at, outcome, ops))
+    return dataclasses.replace(state, counts=run(state.counts, state.slots, at, outcome, ops))

@@ -17,8 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from dsjax.engine.device.device_state import DeviceState
-from dsjax.engine.device.sampler import SlotSampling
+from dsjax.engine.device.device_state import DRAFTS, LAST_TOKEN, NUM_DRAFTS, SAMPLING, START, DeviceState
 from dsjax.model.rows import GroupShape, RowGroup
 from dsjax.model.step import ModelStep
 from sharding.indices import put, take
@@ -219,7 +218,7 @@ def _change_slots(
     return dataclasses.replace(state, **changed), more
 
 
-ADMISSIONS, ADMISSION_WIDTH = 8, 14
+ADMISSIONS, ADMISSION_WIDTH = 8, 2 + DRAFTS
 """Admissions per rank in one run of the admission program, and integers per admission."""
 PAGE_CHANGES = 256
 """Page-table changes per rank in one run of the admission program."""
@@ -231,43 +230,27 @@ ADMIT_WIDTH = ADMISSIONS * ADMISSION_WIDTH + 3 * PAGE_CHANGES + 3 * COUNTED
 def admit(step: ModelStep, state: DeviceState, packed: Int[Array, "B W"]) -> DeviceState:
     """Assign slots to requests and change page tables.
 
-    packed: admissions (slot, start, token, prompt length, low and high word of the seed, top-k, bits of temperature, top-p, min-p and
-    the three penalties, 1 if counts follow), page changes (slot, index, page), counts (slot, token, code); slot −1 is padding.
+    packed: admissions (slot, its columns in ``DeviceState.slots`` up to the drafts, 1 if counts follow), page changes (slot, index, page),
+    counts (slot, token, code); slot −1 is padding.
     """
 
     def local(state: dict[str, Any], packed):
         ends = np.cumsum([ADMISSIONS * ADMISSION_WIDTH, 3 * PAGE_CHANGES])
         admissions, changes, counts = jnp.split(packed, ends)
-        columns = admissions.reshape(ADMISSIONS, ADMISSION_WIDTH).T
-        at = columns[0]
-        write = lambda array, values: put(array, at, values)  # noqa: E731
-        as_float = lambda column: jax.lax.bitcast_convert_type(column, jnp.float32)  # noqa: E731
-        old, names = state["sampling"], [field.name for field in fields(SlotSampling)]
-        values = [
-            columns[3],
-            *(jax.lax.bitcast_convert_type(column, jnp.uint32) for column in columns[4:6]),
-            columns[6],
-            *map(as_float, columns[7:13]),
-        ]
-        sampling = SlotSampling(
-            **{name: write(getattr(old, name), value) for name, value in zip(names, values, strict=True)}
-        )
-        counted = put(state["counts"], jnp.where(columns[13] > 0, at, -1), 0)
+        admissions = admissions.reshape(ADMISSIONS, ADMISSION_WIDTH)
+        at, columns, has_counts = admissions[:, 0], admissions[:, 1:-1], admissions[:, -1] > 0
+        counted = put(state["counts"], jnp.where(has_counts, at, -1), 0)
         slot, token, code = counts.reshape(COUNTED, 3).T
         # Zero the table: entries left by the slot's last owner would be read too, with weight 0, and their pages may become NaN.
-        tables = write(state["tables"], 0)
+        tables = put(state["tables"], at, 0)
         changed = {
             "tables": _change_pages(tables, changes.reshape(PAGE_CHANGES, 3)),
-            "start": write(state["start"], columns[1]),
-            "last_token": write(state["last_token"], columns[2]),
-            "num_drafts": write(state["num_drafts"], 0),
-            "sampling": sampling,
+            "slots": put(state["slots"], (at, slice(DRAFTS)), columns),
             "counts": put(counted, (slot, token), code.astype(jnp.uint16)),
         }
         return changed, ()
 
-    changed = ("tables", "start", "last_token", "num_drafts", "sampling", "counts")
-    return _change_slots(step, local, state, changed, packed)[0]
+    return _change_slots(step, local, state, ("tables", "slots", "counts"), packed)[0]
 
 
 def read(
@@ -280,18 +263,19 @@ def read(
         row = _split(packed, shape)
         all_tables = _change_pages(state["tables"], row.page_changes.reshape(shape.page_changes, 3))
         slots = jnp.maximum(row.slot, 0)
-        start, last = take(state["start"], slots), take(state["last_token"], slots)
-        row_tokens, num_drafts = last[:, None], jnp.zeros_like(row.slot)
+        columns = take(state["slots"], slots)
+        start = columns[:, START]
+        row_tokens = columns[:, LAST_TOKEN : LAST_TOKEN + 1]
+        num_drafts = jnp.zeros_like(row.slot)
         if max_drafts:
-            row_tokens = jnp.concatenate([row_tokens, take(state["drafts"], slots)[:, :max_drafts]], axis=1)
-            num_drafts = jnp.minimum(jnp.minimum(take(state["num_drafts"], slots), row.max_drafts), max_drafts)
+            row_tokens = jnp.concatenate([row_tokens, columns[:, DRAFTS : DRAFTS + max_drafts]], axis=1)
+            num_drafts = jnp.minimum(jnp.minimum(columns[:, NUM_DRAFTS], row.max_drafts), max_drafts)
         length = jnp.where(row.slot >= 0, jnp.clip(row.limit - start, 0, 1 + num_drafts), 0)
         rows = row.step_rows(jnp.where(row.slot >= 0, start, 0), length, row_tokens)
         tables, prefill_tables = take(all_tables, slots), take(all_tables, jnp.maximum(row.prefill_slot, 0))
         return {"tables": all_tables}, (rows, tables, prefill_tables, row.prefill_tokens.reshape(R2, C2))
 
-    names = ("tables", "start", "last_token", *(("drafts", "num_drafts") if max_drafts else ()))
-    state, (rows, tables, prefill_tables, tokens) = _change_slots(step, local, state, names, packed)
+    state, (rows, tables, prefill_tables, tokens) = _change_slots(step, local, state, ("tables", "slots"), packed)
     groups = []
     if shape.decode:
         prompts = _prompt_lengths(step, state, rows.slot)
@@ -306,8 +290,9 @@ def _prompt_lengths(step: ModelStep, state: DeviceState, slots: Int[Array, "B R"
     """Return the prompt length of each row's request; None if no MLA form depends on it. Padding rows have arbitrary values."""
     if not step.forms_by_kind:
         return None
-    local = lambda lengths, slots: take(lengths, jnp.maximum(slots, 0))  # noqa: E731
-    return _on_each_rank(step, local, state.sampling.num_prompt_tokens, slots)
+    # The first of a slot's sampling parameters.
+    local = lambda table, slots: take(table, (jnp.maximum(slots, 0), SAMPLING))  # noqa: E731
+    return _on_each_rank(step, local, state.slots, slots)
 
 
 REJECTED, NOT_COMPUTED = -3, -4
@@ -323,7 +308,7 @@ def commit(
     Returns the state without drafts, and the outcome: each row's accepted tokens, then ``REJECTED`` and ``NOT_COMPUTED``.
     """
 
-    most_drafts = 0 if state.drafts is None else state.drafts.shape[-1]
+    most_drafts = state.max_drafts
 
     def local(state: dict[str, Array], at: Positions, tokens):
         active = at.active > 0
@@ -331,19 +316,19 @@ def commit(
         if most_drafts:
             is_first = at.number == 0
             is_valid = active & (is_first | (jnp.roll(tokens, 1) == at.token))
+            # A draft is accepted if all earlier drafts of its row are valid, too. Each pass carries that one position further.
             is_accepted = is_valid
             for _ in range(most_drafts - 1):
                 is_accepted = is_valid & (is_first | jnp.roll(is_accepted, 1))
             continues = jnp.concatenate([(is_accepted & ~is_first)[1:], jnp.zeros(1, bool)])
             is_last = is_accepted & ~continues
             outcome = jnp.where(is_accepted, tokens, jnp.where(active, REJECTED, NOT_COMPUTED))
-        values = {"start": at.position + 1, "last_token": jnp.where(at.next_token < 0, tokens, at.next_token)}
-        values |= {"num_drafts": 0} if most_drafts else {}
-        slot = jnp.where(is_last, at.slot, -1)
-        return {name: put(state[name], slot, value) for name, value in values.items()}, outcome
+        last_token = jnp.where(at.next_token < 0, tokens, at.next_token)
+        columns = jnp.stack([at.position + 1, last_token, jnp.zeros_like(tokens)], axis=-1)
+        where = jnp.where(is_last, at.slot, -1), slice(START, NUM_DRAFTS + 1)
+        return {"slots": put(state["slots"], where, columns)}, outcome
 
-    names = ("start", "last_token", *(("num_drafts",) if most_drafts else ()))
-    return _change_slots(step, local, state, names, at, tokens)
+    return _change_slots(step, local, state, ("slots",), at, tokens)
 
 
 def tables_of(step: ModelStep, state: DeviceState, rows: StepRows) -> Int[Array, "B R+R2 Pt"]:
@@ -366,12 +351,11 @@ def write_drafts(
 
     def local(state: dict[str, Array], slots, next_token, drafts):
         at = jnp.where(next_token < 0, slots, -1)
-        padded = jnp.pad(drafts, ((0, 0), (0, state["drafts"].shape[1] - drafts.shape[1])))
-        is_valid = jnp.sum(jnp.cumprod(drafts >= 0, axis=1), axis=1)
-        values = {"drafts": padded, "num_drafts": is_valid.astype(jnp.int32)}
-        return {name: put(state[name], at, value) for name, value in values.items()}, ()
+        num_valid = jnp.sum(jnp.cumprod(drafts >= 0, axis=1), axis=1, dtype=jnp.int32)
+        written = put(state["slots"], (at, NUM_DRAFTS), num_valid)
+        return {"slots": put(written, (at, slice(DRAFTS, DRAFTS + drafts.shape[1])), drafts)}, ()
 
-    return _change_slots(step, local, state, ("drafts", "num_drafts"), slots, next_token, drafts)[0]
+    return _change_slots(step, local, state, ("slots",), slots, next_token, drafts)[0]
 
 
 def _change_pages(tables: Int[Array, "Z Pt"], changes: Int[Array, "_ 3"]) -> Int[Array, "Z Pt"]:

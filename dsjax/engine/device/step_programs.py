@@ -139,7 +139,7 @@ def mark_stale(step: ModelStep, state: DeviceState, groups: list[RowGroup]) -> B
     """Mark the MTP module's entries of the cache slots that a step writes as stale; None without the module."""
     if state.filled is None:
         return None
-    return mtp.mark(step, state.filled, step.filled_slots(groups), False)
+    return mtp.mark(step, state.filled, step.mtp_slots(groups), False)
 
 
 def _select(hidden: Float[Array, "B T *n D"], slots: Int[Array, "B J"]) -> Float[Array, "B J *n D"]:

@@ -43,11 +43,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MeshCandidate:
-    """A possible next mesh. devices: sorted by process and id; any other devices would do. reason: text for the log."""
+    """A possible next mesh."""
 
     spec: MeshSpec
-    devices: list[jax.Device]
-    reason: str
+    devices: list[jax.Device]  # sorted by process and id; any other devices would do
+    reason: str  # text for the log
 
 
 class CompileAhead:
@@ -75,16 +75,18 @@ class CompileAhead:
         if not self._max_losses:
             return
 
-        def find() -> list[MeshCandidate]:
+        def list_candidates() -> list[MeshCandidate]:
             config, losses = self._checkpoint.config, self._max_losses
             devices = [device for device in sorted(jax.devices(), key=device_order) if device.process_index in live]
-            after_losses = candidates(self._args, config, weights, wanted, devices, jax.process_index(), losses)
-            return (
-                after_losses if current == wanted else [*after_losses, _on_first_devices(wanted, "processes come back")]
-            )
+            meshes = meshes_after_losses(self._args, config, weights, wanted, devices, jax.process_index(), losses)
+            if current != wanted:
+                meshes.append(_on_first_devices(wanted, "processes come back"))
+            return meshes
 
         self._stop = threading.Event()
-        self._thread = start_thread(_WORK, self._compile, find, self._stop, True, name="dsjax-compile-ahead")
+        self._thread = start_thread(
+            _WORK, self._compile, list_candidates, self._stop, _PAUSE_SHARE, name="dsjax-compile-ahead"
+        )
 
     def stop(self) -> None:
         """Stop compiling. Does not wait for the program that is being compiled."""
@@ -99,43 +101,42 @@ class CompileAhead:
     def prepare(self, spec: MeshSpec, reason: str) -> None:
         """Compile for a mesh over all devices that JAX knows, in this thread and without pauses."""
         if self._max_losses:
-            self._compile(lambda: [_on_first_devices(spec, reason)], threading.Event(), False)
+            self._compile(lambda: [_on_first_devices(spec, reason)], threading.Event(), pause_share=0.0)
 
-    def _compile(self, find: Callable[[], list[MeshCandidate]], stop: threading.Event, with_pauses: bool) -> None:
+    def _compile(
+        self, list_candidates: Callable[[], list[MeshCandidate]], stop: threading.Event, pause_share: float
+    ) -> None:
         """Compile for each mesh in turn until `stop` is set. Errors are only logged: the next mesh then compiles when it is formed."""
         try:
             self._library.keep_in(enable_compile_cache())
-            wanted = find()
-            described = [
-                described_programs(self._args, self._checkpoint, candidate, self._library) for candidate in wanted
-            ]
-            done, total = 0, sum(len(programs.labels(buckets)) for programs, buckets in described)
-            for candidate, (programs, buckets) in zip(wanted, described, strict=True):
+            meshes = list_candidates()
+            described = [described_programs(self._args, self._checkpoint, mesh, self._library) for mesh in meshes]
+            num_compiled, total = 0, sum(len(programs.labels(buckets)) for programs, buckets in described)
+            for mesh, (programs, buckets) in zip(meshes, described, strict=True):
                 began = time.monotonic()
-                if not programs.compile_ahead(buckets, self._pace(done, total, stop, with_pauses)):
+                if not programs.compile_ahead(buckets, self._should_continue(num_compiled, total, stop, pause_share)):
                     return
-                done += len(programs.labels(buckets))
+                num_compiled += len(programs.labels(buckets))
                 seconds = time.monotonic() - began
-                _log.info(
-                    "Compiled the programs of %s in %.1f s, for when %s.",
-                    candidate.spec,
-                    seconds,
-                    candidate.reason,
-                )
+                _log.info("Compiled the programs of %s in %.1f s, for when %s.", mesh.spec, seconds, mesh.reason)
         except Exception as error:
             note_failure(_WORK, error, "Programs that a change of the mesh needs are compiled when it comes.")
 
-    def _pace(self, before: int, total: int, stop: threading.Event, with_pauses: bool) -> Callable[[int, str], bool]:
-        last = time.monotonic()
+    def _should_continue(
+        self, num_before: int, total: int, stop: threading.Event, pause_share: float
+    ) -> Callable[[int, str], bool]:
+        """Return the `should_continue` of `Programs.compile_ahead`, which counts and pauses. num_before: programs of earlier meshes."""
+        resumed_at = time.monotonic()
 
         def should_continue(done: int, _: str) -> bool:
-            nonlocal last
-            if with_pauses and not stop.is_set():
-                time.sleep(_PAUSE_SHARE * (time.monotonic() - last))
-            last = time.monotonic()
+            nonlocal resumed_at
             if not stop.is_set():
-                self.done, self.total = before + done, total
-            return not stop.is_set()
+                time.sleep(pause_share * (time.monotonic() - resumed_at))
+            resumed_at = time.monotonic()
+            if stop.is_set():
+                return False
+            self.done, self.total = num_before + done, total
+            return True
 
         return should_continue
 
@@ -149,7 +150,7 @@ def _on_first_devices(spec: MeshSpec, reason: str) -> MeshCandidate:
     return MeshCandidate(spec, sorted(jax.devices(), key=device_order)[: spec.num_devices], reason)
 
 
-def candidates(
+def meshes_after_losses(
     args: EngineArgs,
     config: ModelConfig,
     weights: Weights,
@@ -179,16 +180,16 @@ def candidates(
 
 
 def described_programs(
-    args: EngineArgs, checkpoint: Checkpoint, wanted: MeshCandidate, library: ProgramLibrary
+    args: EngineArgs, checkpoint: Checkpoint, candidate: MeshCandidate, library: ProgramLibrary
 ) -> tuple[Programs, Buckets]:
     """Return the programs and buckets that an executor on this mesh would have. Nothing is allocated."""
-    changed_args = replace(args, **changed_options(args, checkpoint.config, wanted.spec), record_steps=None)
-    mesh = wanted.spec.arrange(wanted.devices)
+    changed_args = replace(args, **changed_options(args, checkpoint.config, candidate.spec), record_steps=None)
+    mesh = candidate.spec.arrange(candidate.devices)
     layout = EngineLayout.of(changed_args, checkpoint, mesh)
     params = layout.step.abstract_parameters()
     limits = layout.limits(changed_args, library, params, weight_bytes(layout.step))
     if mesh.devices.flat[0].platform != "cpu":
         limits = replace(limits, pages_per_rank=int(limits.pages_per_rank * (1 - _POOL_RESERVE)))
-        library.pages.setdefault(str(wanted.spec), limits.pages_per_rank)
+        library.pages.setdefault(str(candidate.spec), limits.pages_per_rank)
     state = device_state.describe(layout.step, limits, layout.num_drafts, counts_loads=layout.per_exchange > 0)
     return Programs(layout.step, params, state, limits, layout.per_exchange, library=library), layout.buckets

@@ -310,6 +310,7 @@ class _Work:
         except BaseException as error:
             group.agreement.contribute("warm-up", error=f"{type(error).__name__}: {error}")
             raise
-        group.agreement.contribute("warm-up")
+        # Set before process 0 learns of it: once process 0 is ready, all followers are, too.
         self._follower.phase, self._follower.has_served = "ready", True
+        group.agreement.contribute("warm-up")
         self._follower._on_warm_up()

@@ -32,7 +32,7 @@ from dsjax.engine.elastic.mesh_change import (
     with_expert_processes,
 )
 from dsjax.engine.program_cache.library import ProgramLibrary
-from dsjax.engine.schedule.mesh_changer import Generation
+from dsjax.engine.schedule.mesh_changer import MeshEpoch
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.loading import LoadedEngine, load_model
 from dsjax.engine.stream.leader import LeaderExecutor
@@ -52,11 +52,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Wanted:
-    """A requested mesh, with the options for its experts. connects: whether only the expert processes change and the executor stays."""
+    """A requested mesh, with the options for its experts."""
 
     spec: MeshSpec
     args: EngineArgs
-    connects: bool = False
+    connects: bool = False  # whether only the expert processes change and the executor stays
 
     def __str__(self) -> str:
         experts = "" if self.args.expert_mesh is None else f" with experts on {self.args.expert_mesh}"
@@ -65,18 +65,14 @@ class Wanted:
 
 @dataclass
 class ChangeCounts:
-    """Counters of mesh changes for metrics.
+    """Counters of mesh changes for metrics."""
 
-    Attributes:
-        changes: number of changes by reason: ``scale`` (requested), ``loss``, ``leave`` or ``return`` (of a process), ``failure`` (of a
-            collective, although all processes live).
-        seconds: total time of the changes, during which no step computed.
-        weight_bytes: bytes loaded by all processes in all changes, by source; see ``WeightBytes``.
-    """
-
+    # number of changes by reason: ``scale`` (requested), ``loss``, ``leave`` or ``return`` (of a process), ``failure`` (of a collective,
+    # although all processes live)
     changes: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
+    seconds: float = 0.0  # total time of the changes, during which no step computed
     last_seconds: float = 0.0
+    # bytes loaded by all processes in all changes, by source; see ``WeightBytes``
     weight_bytes: Counter[str] = field(default_factory=Counter)
 
 
@@ -88,7 +84,7 @@ class Generations:
     Attributes:
         args: the current options except the mesh, which is ``spec``. number, facts: number and description of the current generation.
         wanted: the mesh requested last. The current mesh is smaller while processes are missing.
-        warm: whether the first generation was warmed up (`has_warmed_up`). If so, each one is, before requests continue.
+        warm: whether the first generation was warmed up (`on_warmed_up`). If so, each one is, before requests continue.
         ahead: compiles for possible next meshes; None if there is only one process.
     """
 
@@ -148,8 +144,8 @@ class Generations:
         except UserError:
             return True
 
-    def take_change(self) -> bool:
-        """Whether `needs_change` may have become true since the last call."""
+    def poll_change(self) -> bool:
+        """Return whether `needs_change` may have become true since the last call."""
         changed, self._has_changed = self._has_changed, False
         return changed or (self._group is not None and self._group.has_leave_requests)
 
@@ -161,7 +157,7 @@ class Generations:
         self._has_changed = True
         self._wake()
 
-    def has_warmed_up(self) -> None:
+    def on_warmed_up(self) -> None:
         """Start compiling for possible next meshes, now that the current mesh can serve."""
         self.warm = True
         if self.ahead is not None:
@@ -181,10 +177,8 @@ class Generations:
                 )
             self._is_reserved, self.failure = True, None
 
-    def request_change(
-        self, text: str | None, expert_mesh: str | None = None, afd_address: str | None = None
-    ) -> Wanted:
-        """Check a requested change, see ``MeshChanger.request_change``. None keeps that part.
+    def begin_change(self, text: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> Wanted:
+        """Check a wanted change, see ``MeshChanger.begin_change``. None keeps that part.
 
         Raises:
             ChangeUnderWayError: another change is in progress. UserError, MeshError: the mesh is not possible, or an expert process does
@@ -208,12 +202,12 @@ class Generations:
             if wanted.spec.pp_size > 1:  # not all options support pipeline stages
                 replace(args, **changed_options(args, self._config, wanted.spec))
         except BaseException:
-            self.end_request()
+            self.end_change()
             raise
         return wanted
 
-    def end_request(self) -> None:
-        """End the request that ``request_change`` began, whether or not ``change_to`` was called."""
+    def end_change(self) -> None:
+        """Let other changes begin, whether or not ``change_to`` was called."""
         self._is_reserved = False
 
     def _ask_experts(self, expert_mesh: str | None, afd_address: str | None) -> Wanted:
@@ -231,7 +225,7 @@ class Generations:
         executor.extension(ExpertLinks).check(afd_addresses(args))
         return Wanted(self.wanted, args, connects=True)
 
-    def change_to(self, wanted: Wanted) -> Generation | None:
+    def change_to(self, wanted: Wanted) -> MeshEpoch | None:
         """Change to a requested mesh. Return None if the executor stays and only sends its tokens to other expert processes.
 
         If the change fails, ``failure`` has the reason, and the engine continues with the previous mesh.
@@ -253,7 +247,7 @@ class Generations:
             self.wanted, self.args, self.failure = previous, args, error
             return self._rebuild("scale", f"{wanted} could not be had")
 
-    def _connect(self, args: EngineArgs) -> Generation | None:
+    def _connect(self, args: EngineArgs) -> MeshEpoch | None:
         """Connect all attention processes to other expert processes, between two steps."""
         self._phase_seconds, self.phase = {}, "connecting to other expert processes"
         try:
@@ -275,7 +269,7 @@ class Generations:
         self.counts.last_seconds = sum(self._phase_seconds.values())
         return None
 
-    def recover_from(self, error: Exception) -> Generation:
+    def recover_from(self, error: Exception) -> MeshEpoch:
         """Continue after a failed step. Raise its error if no process is lost and it did not come from a collective that worked before."""
         if self._is_reserved:  # a change was waiting for the steps in flight
             self.failure = UserError("a step failed before the mesh could be changed to it; ask again")
@@ -297,7 +291,7 @@ class Generations:
         _log.warning("%s", lost or f"A step has failed, though all processes live: {error}")
         return self._rebuild("loss" if lost else "failure", str(lost or "a collective has failed"))
 
-    def regroup(self) -> Generation:
+    def regroup(self) -> MeshEpoch:
         """Change to the largest mesh, up to the wanted one, that fits the devices of the current processes."""
         if self._is_broken:
             return self._rebuild("loss", "a process has gone")
@@ -307,7 +301,7 @@ class Generations:
             )
         return self._rebuild("return", "a process has come back")
 
-    def _rebuild(self, cause: str, reason: str) -> Generation:
+    def _rebuild(self, cause: str, reason: str) -> MeshEpoch:
         started_at = time.monotonic() if self.phase is None else self._phase_began  # includes the check of links
         self._phase_seconds, self.phase = {}, "releasing the old mesh"
         if self._executor is not None:  # None if the requested mesh failed and the previous one is built again
@@ -345,13 +339,13 @@ class Generations:
         self.counts.seconds += seconds
         self.counts.last_seconds = seconds
         if self.warm:
-            self.has_warmed_up()
+            self.on_warmed_up()
         parts = ", ".join(f"{name} {part:.1f} s" for name, part in self._phase_seconds.items())
         _log.info(
             f"Generation {self.number} has {self.spec}. No step computed for {seconds:.1f} s: {parts}; {sources}."
         )
         config = self.args.scheduler_config(loaded.executor.limits)
-        return Generation(loaded.executor, config, self.spec != self.wanted)
+        return MeshEpoch(loaded.executor, config, self.spec != self.wanted)
 
     def _cut(self) -> None:
         """Make pending collectives of the current mesh fail in this process. The others do the same when the next one is announced."""

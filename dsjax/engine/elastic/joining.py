@@ -7,7 +7,7 @@ from typing import Any
 
 from dsjax.engine.contract.commands import VERSION
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.combinations import check_group
+from dsjax.engine.setup.combinations import SEVERAL_PROCESSES, check_against
 from dsjax.errors import UserError
 from dsjax.hosts import HostOptions
 from dsjax.versions import installed_version
@@ -28,7 +28,7 @@ def host_options(args: EngineArgs) -> HostOptions | None:
     """
     options = HostOptions.find(args, args.link_monitor_interval)
     if options is not None:
-        check_group(args)
+        check_against(args, SEVERAL_PROCESSES)
     return options
 
 

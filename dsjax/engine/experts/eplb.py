@@ -26,15 +26,6 @@ class RebalanceUnderWayError(UserError):
 class EplbConfig(JsonOption):
     """Online expert balancing (EPLB), with vLLM's field names. Validated when constructed.
 
-    Attributes:
-        window_size: number of recent steps whose load determines a placement. step_interval: steps between two decisions.
-        num_redundant_experts: physical experts in addition to the logical ones; None: the value of `--redundant-experts`.
-        log_balancedness: whether to log the balancedness of each window.
-        max_bytes_per_step: maximum bytes that a device receives between two steps; at least one expert is always sent.
-        payback: minimum ratio of the predicted gain over `step_interval` steps to the cost for a layer to change; 0: change every layer
-            that gains.
-        policy: placement algorithm (`sharding.balancing.rebalance`); `auto` means `hierarchical` if the mesh spans several hosts.
-
     Raises:
         UserError: invalid value; the message has the field's name, the value found and the values allowed.
     """
@@ -42,12 +33,16 @@ class EplbConfig(JsonOption):
     flag: ClassVar[str] = "--eplb-config"
     example: ClassVar[str] = '\'{"num_redundant_experts": 32, "window_size": 1000, "step_interval": 3000}\''
 
-    window_size: int = 1000
-    step_interval: int = 3000
+    window_size: int = 1000  # number of recent steps whose load determines a placement
+    step_interval: int = 3000  # steps between two decisions
+    # physical experts in addition to the logical ones; None: the value of `--redundant-experts`
     num_redundant_experts: int | None = None
-    log_balancedness: bool = False
+    log_balancedness: bool = False  # whether to log the balancedness of each window
+    # maximum bytes that a device receives between two steps; at least one expert is always sent
     max_bytes_per_step: int = 128 * 2**20
+    # minimum ratio of the predicted gain over `step_interval` steps to the cost for a layer to change; 0: change every layer that gains
     payback: float = 1.0
+    # placement algorithm (`sharding.balancing.rebalance`); `auto` means `hierarchical` if the mesh spans several hosts
     policy: str = "auto"
 
     def __post_init__(self):
@@ -102,62 +97,47 @@ class ExpertOptions:
 
 @dataclass(frozen=True)
 class BalanceStats:
-    """Statistics of expert balancing: totals since the start, and the last window.
+    """Statistics of expert balancing: totals since the start, and the last window."""
 
-    Attributes:
-        windows: load windows read. balancedness, layer_balancedness: mean ÷ max over ranks in the last window, as the ratio of sums over
-            layers (as vLLM logs it), and as the mean of the layers' ratios (as SGLang does); 1 is perfect.
-        rank_tokens: tokens that each rank of an EP group computed in the last window, summed over all layers.
-        rebalances: completed ones. failures: aborted ones. bytes_moved: bytes of the moved experts, on all devices of an EP group.
-        exchanges: `StageExperts` and `PlaceExperts` executed. rebalance_seconds: of completed ones. layers_left: in the current rebalance.
-    """
-
-    windows: int = 0
+    windows: int = 0  # load windows read
+    # mean ÷ max over ranks in the last window, as the ratio of sums over layers (as vLLM logs it); 1 is perfect
     balancedness: float = 1.0
-    layer_balancedness: float = 1.0
+    layer_balancedness: float = 1.0  # the same as the mean of the layers' ratios (as SGLang logs it)
+    # tokens that each rank of an EP group computed in the last window, summed over all layers
     rank_tokens: tuple[int, ...] = ()
-    rebalances: int = 0
-    failures: int = 0
+    rebalances: int = 0  # completed ones
+    failures: int = 0  # aborted ones
     layers_changed: int = 0
     experts_moved: int = 0
-    bytes_moved: int = 0
-    exchanges: int = 0
+    bytes_moved: int = 0  # bytes of the moved experts, on all devices of an EP group
+    exchanges: int = 0  # `StageExperts` and `PlaceExperts` executed
     exchange_seconds: float = 0.0
-    rebalance_seconds: float = 0.0
-    layers_left: int = 0
+    rebalance_seconds: float = 0.0  # of completed ones
+    layers_left: int = 0  # in the current rebalance
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertSlots:
-    """Current placement of the experts, and the cost of moving them.
+    """Current placement of the experts, and the cost of moving them."""
 
-    Attributes:
-        physical_to_logical: `[MoE layers, physical slots]`, with the MTP module's layer last; slots are ordered by rank.
-        ranks: size of an EP group. hosts: machines with equal runs of ranks. groups: expert groups, for group-limited routing.
-        expert_share: share of the routed experts in a token's compute, by activated parameters.
-        expert_bytes: of one expert on one device. per_exchange: maximum experts that a rank sends and receives in one `StageExperts`.
-        seconds: duration of one `StageExperts` and one `PlaceExperts`; initially from warm-up, None without it.
-    """
-
+    # `[MoE layers, physical slots]`, with the MTP module's layer last; slots are ordered by rank
     physical_to_logical: np.ndarray
     n_logical: int
-    ranks: int
-    hosts: int
-    groups: int
-    expert_share: float
-    expert_bytes: int
-    per_exchange: int
+    ranks: int  # size of an EP group
+    hosts: int  # machines with equal runs of ranks
+    groups: int  # expert groups, for group-limited routing
+    expert_share: float  # share of the routed experts in a token's compute, by activated parameters
+    expert_bytes: int  # of one expert on one device
+    per_exchange: int  # maximum experts that a rank sends and receives in one `StageExperts`
+    # duration of one `StageExperts` and one `PlaceExperts`; initially from warm-up, None without it
     seconds: tuple[float, float] | None = None
 
 
 class LoadWindow(NamedTuple):
-    """Result of `ReadLoads`: token counts of the MoE layers since the last read, with the MTP module's layer last.
+    """Result of `ReadLoads`: token counts of the MoE layers since the last read, with the MTP module's layer last."""
 
-    logical: `[layers, logical experts]`, int64. by_rank: `[layers, ranks of an EP group]`, tokens that each rank actually computed.
-    """
-
-    logical: np.ndarray
-    by_rank: np.ndarray
+    logical: np.ndarray  # `[layers, logical experts]`, int64
+    by_rank: np.ndarray  # `[layers, ranks of an EP group]`, tokens that each rank actually computed
 
     def and_then(self, after: LoadWindow) -> LoadWindow:
         """Return the sum with a later window. If the ranks have changed since (`/scale`), keep only the later `by_rank`."""

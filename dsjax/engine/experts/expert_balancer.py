@@ -41,14 +41,14 @@ _log = logging.getLogger(__name__)
 
 
 class LayerChange(NamedTuple):
-    """One layer's part of a rebalance. gain, cost: predicted seconds over the next interval. rounds: one `StageExperts` each."""
+    """One layer's part of a rebalance."""
 
     layer: int
     physical_to_logical: np.ndarray
-    rounds: list[list[tuple[int, int]]]
+    rounds: list[list[tuple[int, int]]]  # one `StageExperts` each
     experts: int
-    gain: float
-    cost: float
+    gain: float  # predicted seconds over the next interval
+    cost: float  # likewise
 
     def commands(self) -> list[Command]:
         """Return the commands to launch, in order."""
@@ -61,13 +61,11 @@ class LayerChange(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """Changes of a rebalance. left: layers whose gain is too small for the cost; they stay unchanged.
-
-    balancedness: for the window's load before and after (predicted), as the ratio of sums over layers.
-    """
+    """Changes of a rebalance."""
 
     changes: list[LayerChange]
-    left: list[LayerChange]
+    left: list[LayerChange]  # layers whose gain is too small for the cost; they stay unchanged
+    # for the window's load before and after (predicted), as the ratio of sums over layers
     balancedness: tuple[float, float]
 
     def summary(self, expert_bytes: int) -> dict[str, Any]:

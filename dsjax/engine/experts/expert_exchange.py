@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from dsjax.engine.contract.commands import PlaceExperts, StageExperts
 from dsjax.engine.device import expert_programs
 from dsjax.engine.device.access import DeviceAccess, Pending, Running
 from dsjax.engine.device.expert_programs import ExpertLayers, expert_layers, pack_moves, pack_slots
-from dsjax.engine.experts.expert_part import ExpertPart
+from dsjax.engine.experts.expert_part import ExpertPart, describe_error
 from sharding.dispatch.statistics import tokens_per_physical_expert
 from sharding.layer_placement import LayerPlacements, copy_tables
 from sharding.mesh import hosts_of_experts
@@ -24,6 +25,13 @@ Reload = Callable[[list[str], LayerPlacements], Mapping[str, Array]]
 """Reloads the parameters with these paths from the checkpoint, for a given expert placement."""
 
 _log = logging.getLogger(__name__)
+
+
+class _Staged(NamedTuple):
+    """Slots of a placement row whose new experts are in the staging buffers."""
+
+    row: int = -1
+    slots: frozenset[int] = frozenset()
 
 
 class ExpertExchange(ExpertPart):
@@ -35,105 +43,101 @@ class ExpertExchange(ExpertPart):
     def __init__(self, device: DeviceAccess, experts: int, reload: Reload):
         super().__init__(device, experts)
         self._step, self._reload = device.model, reload
-        self._layers, self._ranks = expert_layers(self._step), self._step.expert_ranks
-        self.rehearsed = [layers.rows[0] for layers in self._layers]
-        self.hosts = hosts_of_experts(self._step.mesh.devices, self._ranks)
-        self._per_rank = device.placements.n_physical // self._ranks
-        self._staging = self._allocate()
-        self._staged: tuple[int, frozenset[int]] = (-1, frozenset())  # a layer, and its staged slots
+        self._layers, self._num_ranks = expert_layers(self._step), self._step.expert_ranks
+        self.rehearsed_rows = [layers.rows[0] for layers in self._layers]
+        self.hosts = hosts_of_experts(self._step.mesh.devices, self._num_ranks)
+        self._slots_per_rank = device.placements.n_physical // self._num_ranks
+        self._staging, self._staged = self._allocate(), _Staged()
 
-    def physical(self, counts: Int[np.ndarray, "L S X"]) -> Int[np.ndarray, "L P"]:
+    def physical_load(self, counts: Int[np.ndarray, "L S X"]) -> Int[np.ndarray, "L P"]:
         """Return the tokens of each physical expert, from each device's counts of its own slots."""
         return tokens_per_physical_expert(self._step.spec, counts)
 
     def _stage(self, pending: Pending, command: StageExperts) -> Running:
-        """Send a layer's experts to the staging buffers of their new devices."""
-        layers, layer = self._find(command.layer)
-        pairs = np.frombuffer(command.moves, "<i4").reshape(-1, 2).tolist()
-        moves = pack_moves(pairs, ranks=self._ranks, per_rank=self._per_rank, experts=self._per_exchange)
-        sent = self._device.send_everywhere((moves, np.int32(layer)))
+        """Send a layer's experts to the staging buffers of their new devices. Sends the inputs before ``run`` begins."""
+        layers, index = self._find_layer(command.layer)
+        moves = np.frombuffer(command.moves, "<i4").reshape(-1, 2).tolist()
+        packed = pack_moves(moves, ranks=self._num_ranks, per_rank=self._slots_per_rank, experts=self._per_exchange)
+        inputs = self._device.send_everywhere((packed, np.int32(index)))
 
         def run() -> Running:
             try:
                 program = self._device.programs.get("stage experts", layers.stack)
-                self._staging, done = program(layers.of(self._device.params), self._staging, *sent)
+                self._staging, done = program(layers.of(self._device.params), self._staging, *inputs)
                 yield done
             except Exception as error:
                 if self._device.programs.shared:
                     raise  # the other processes did not see the error
-                pending.error = _described(error)
+                pending.error = describe_error(error)
                 _log.exception("Experts of MoE layer %d could not be sent; they stay where they are.", command.layer)
-                self._staging, self._staged = self._allocate(), (-1, frozenset())
+                self._staging, self._staged = self._allocate(), _Staged()
                 return
-            before = self._staged[1] if self._staged[0] == command.layer else frozenset()
-            self._staged = command.layer, before | {slot for _, slot in pairs}
+            staged_before = self._staged.slots if self._staged.row == command.layer else frozenset()
+            self._staged = _Staged(command.layer, staged_before | {slot for _, slot in moves})
 
         return run()
 
     def _place(self, pending: Pending, command: PlaceExperts) -> Running:
         """Write a layer's staged experts to their slots, and activate its tables."""
-        layers, layer = self._find(command.layer)
+        layers, index = self._find_layer(command.layer)
         slots = np.frombuffer(command.slots, "<i4").tolist()
         placement = np.frombuffer(command.physical_to_logical, "<i4")
-        marked = pack_slots(slots, ranks=self._ranks, per_rank=self._per_rank)
+        mask = pack_slots(slots, ranks=self._num_ranks, per_rank=self._slots_per_rank)
         tables = copy_tables(placement, self._device.placements.n_logical)
-        sent = self._device.send_everywhere((marked, tables, np.int32(layer), np.int32(command.layer)))
+        inputs = self._device.send_everywhere((mask, tables, np.int32(index), np.int32(command.layer)))
 
         def run() -> Running:
             device, staged = self._device, self._staged
-            self._staged = (-1, frozenset())
-            if slots and (staged[0] != command.layer or not staged[1].issuperset(slots)):
-                pending.error = "what is to be placed has not been staged"
+            self._staged = _Staged()
+            if slots and (staged.row != command.layer or not staged.slots.issuperset(slots)):
+                pending.error = "the experts to place have not been staged"
                 return
             try:
                 program = device.programs.get("place experts", layers.stack)
                 stack, copies, loads, retired, done = program(
-                    layers.of(device.params), self._staging, device.state.copies, device.state.loads, *sent
+                    layers.of(device.params), self._staging, device.state.copies, device.state.loads, *inputs
                 )
             except Exception as error:
                 if device.programs.shared:
                     raise  # the other processes did not see the error
-                pending.error = _described(error)
+                pending.error = describe_error(error)
                 self._recover(layers, command.layer)
                 return
             device.params |= {path: stack[name] for name, path in layers.names.items()}
             device.state = dataclasses.replace(device.state, copies=copies, loads=loads)
-            yield from self._put_in_force(command.layer, placement, done, retired)
+            yield from self._activate(command.layer, placement, retired, done=done)
 
         return run()
 
-    def _recover(self, layers: ExpertLayers, layer: int) -> None:
+    def _recover(self, layers: ExpertLayers, row: int) -> None:
         """Restore the arrays donated to a failed program, from the checkpoint and the current placement."""
         device = self._device
         lost = [path for path in layers.names.values() if device.params[path].is_deleted()]
         _log.exception(
             "Experts of MoE layer %d could not be written; %s",
-            layer,
+            row,
             "they are read again from the checkpoint." if lost else "they are as they were.",
         )
         if lost:
-            device.params |= self._reload(lost, self._device.placements)
+            device.params |= self._reload(lost, device.placements)
         state = device.state
         if any(array.is_deleted() for array in (*state.copies, state.loads)):
             shardings = jax.tree.map(lambda array: array.sharding, (state.copies, state.loads))
-            fresh = (self._device.placements.tables, np.zeros(state.loads.shape, np.int32))
+            fresh = device.placements.tables, np.zeros(state.loads.shape, np.int32)
             copies, loads = jax.device_put(fresh, shardings)
             device.state = dataclasses.replace(state, copies=copies, loads=loads)
             self._retired = []
 
-    def _find(self, row: int) -> tuple[ExpertLayers, int]:
+    def _find_layer(self, row: int) -> tuple[ExpertLayers, int]:
         """Return the parameter stack of a placement row, and the layer's index in the stack."""
-        layers = next(one for one in self._layers if row in one.rows)
+        layers = next(layers for layers in self._layers if row in layers.rows)
         return layers, layers.rows.index(row)
 
     def _allocate(self) -> dict[str, Array]:
-        described = expert_programs.describe_staging(self._step)
-        make = jax.jit(
-            lambda: {name: jnp.zeros(one.shape, one.dtype) for name, one in described.items()},
-            out_shardings={name: one.sharding for name, one in described.items()},
+        """Return empty staging buffers."""
+        buffers = expert_programs.describe_staging(self._step)
+        allocate = jax.jit(
+            lambda: {name: jnp.zeros(buffer.shape, buffer.dtype) for name, buffer in buffers.items()},
+            out_shardings={name: buffer.sharding for name, buffer in buffers.items()},
         )
-        return jax.block_until_ready(make())
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+        return jax.block_until_ready(allocate())

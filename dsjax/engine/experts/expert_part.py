@@ -22,7 +22,7 @@ from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, H
 from dsjax.engine.device.expert_programs import expert_bytes, put_tables
 from dsjax.engine.experts.eplb import Exchanged, ExpertMover, ExpertSlots, LoadWindow
 from dsjax.model.parameter_counts import parameter_counts
-from sharding.layer_placement import copy_tables
+from sharding.layer_placement import LayerPlacements, copy_tables
 
 _log = logging.getLogger(__name__)
 
@@ -38,23 +38,21 @@ class MovableExperts(Protocol):
 
 
 class ExpertPart(DevicePart):
-    """Reads the loads of one executor, and requests moves of experts.
+    """Reads the loads of one executor, and requests moves of experts. A command's layer is a row of the placement.
 
     experts: maximum that a device sends and receives in one ``StageExperts``. movable: the backend of disaggregated experts; None: the
-    current backend of the programs.
-
-    hosts: see ``ExpertSlots``. rehearsed: placement rows of the layers for which ``rehearse`` runs empty moves.
+    current backend of the programs. hosts: see ``ExpertSlots``. rehearsed_rows: the rows for which ``rehearse`` runs empty moves.
     """
 
     hosts: int = 1
-    rehearsed: Sequence[int] = (0,)
+    rehearsed_rows: Sequence[int] = (0,)
 
     def __init__(self, device: DeviceAccess, experts: int, movable: MovableExperts | None = None):
         self._device, self._per_exchange, self._movable = device, experts, movable
         shardings = jax.tree.map(lambda array: array.sharding, (device.state.copies, device.state.loads))
         self._put_tables = jax.jit(put_tables, donate_argnums=(0, 1), out_shardings=(*shardings, None))
-        self._retired: list[tuple[int, np.ndarray, Array]] = []  # layer, its old placement, its counts until then
-        self._seconds: tuple[float, float] | None = None
+        self._retired: list[tuple[int, np.ndarray, Array]] = []  # a row, its old placement, its counts until then
+        self._seconds: tuple[float, float] | None = None  # of staging and of placing nothing
 
     def _stage(self, pending: Pending, command: StageExperts) -> Running:
         """Ask the backend to stage a layer's experts on their new devices."""
@@ -62,34 +60,34 @@ class ExpertPart(DevicePart):
         try:
             (self._movable or self._device.programs.experts).stage(command.layer, moves)
         except (RuntimeError, ValueError) as error:
-            pending.error = f"{type(error).__name__}: {error}"
+            pending.error = describe_error(error)
             _log.exception("Experts of MoE layer %d could not be moved; they stay where they are.", command.layer)
-        yield from ()
+        yield from ()  # no program to wait for
 
     def _place(self, _: Pending, command: PlaceExperts) -> Running:
-        """Ask the backend to write a layer's experts to their slots, and activate its tables."""
-        row = np.frombuffer(command.physical_to_logical, "<i4")
-        tables = copy_tables(row, self._device.placements.n_logical)
-        sent = self._device.send_everywhere((tables, np.int32(command.layer)))
+        """Ask the backend to write a layer's experts to their slots, and activate its tables. Sends the inputs before ``run`` begins."""
+        placement = np.frombuffer(command.physical_to_logical, "<i4")
+        tables = copy_tables(placement, self._device.placements.n_logical)
+        inputs = self._device.send_everywhere((tables, np.int32(command.layer)))
 
         def run() -> Running:
             device = self._device
-            (self._movable or device.programs.experts).place(command.layer, row)
-            copies, loads, retired = self._put_tables(device.state.copies, device.state.loads, *sent)
+            (self._movable or device.programs.experts).place(command.layer, placement)
+            copies, loads, retired = self._put_tables(device.state.copies, device.state.loads, *inputs)
             device.state = dataclasses.replace(device.state, copies=copies, loads=loads)
-            yield from self._put_in_force(command.layer, row, retired, retired)
+            yield from self._activate(command.layer, placement, retired, done=retired)
 
         return run()
 
-    def physical(self, counts: Int[np.ndarray, "L S X"]) -> Int[np.ndarray, "L P"]:
+    def physical_load(self, counts: Int[np.ndarray, "L S X"]) -> Int[np.ndarray, "L P"]:
         """Return the tokens of each physical expert, summed over the devices' counts."""
         return counts.sum(axis=1)
 
     def register(self, table: CommandTable) -> None:
         """Add the commands that read loads and move experts."""
-        table.add(ReadLoads, Handler(self._read, lambda pending: self._window(*pending.kept)))
-        table.add(StageExperts, Handler(self._stage, _exchanged))
-        table.add(PlaceExperts, Handler(self._place, _exchanged))
+        table.add(ReadLoads, Handler(self._read_loads, lambda pending: self._sum_loads(*pending.kept)))
+        table.add(StageExperts, Handler(self._stage, _exchange_result))
+        table.add(PlaceExperts, Handler(self._place, _exchange_result))
 
     def extension(self, kind: type) -> Any:
         """Return this part as the balancer's `ExpertMover`."""
@@ -113,30 +111,30 @@ class ExpertPart(DevicePart):
 
     def rehearse(self, run: Callable[[Command], Any]) -> None:
         """Run an empty move twice and keep the second duration; the first run also copies arrays created from host memory."""
-        for row in self.rehearsed:
+        for row in self.rehearsed_rows:
             placement = self._device.placements.physical_to_logical[row].astype("<i4").tobytes()
+            stage, place = StageExperts(row, b""), PlaceExperts(row, b"", placement)
             for _ in range(2):
-                seconds = []
-                for command in (StageExperts(row, b""), PlaceExperts(row, b"", placement)):
-                    began = time.monotonic()
-                    run(command)
-                    seconds.append(time.monotonic() - began)
-                self._seconds = seconds[0], seconds[1]
+                began = time.monotonic()
+                run(stage)
+                staged_at = time.monotonic()
+                run(place)
+                self._seconds = staged_at - began, time.monotonic() - staged_at
         if self._device.programs.shared:
             run(ReadLoads())  # compiles the gather of the loads
         self._retired = []
 
-    def _put_in_force(self, row: int, placement: np.ndarray, done: Array, retired: Array) -> Running:
-        """Record a layer's new placement, and keep the old row's counts. done: output of the program that changed the devices."""
+    def _activate(self, row: int, placement: np.ndarray, retired: Array, *, done: Array) -> Running:
+        """Use a row's new placement. retired: its counts under the old one. done: output of the program that changed the devices."""
         device = self._device
-        before = device.placements.physical_to_logical[row]
+        old_placement = device.placements.physical_to_logical[row]
         device.placements = device.placements.with_layer(row, placement)
         yield done
         retired = device.programs.gather(retired)
-        self._retired.append((row, before, retired))
+        self._retired.append((row, old_placement, retired))
         yield retired
 
-    def _read(self, pending: Pending, _: ReadLoads) -> Running:
+    def _read_loads(self, pending: Pending, _: ReadLoads) -> Running:
         """Start reading the loads from the devices, without waiting for them."""
         device = self._device
         counts, loads = device.programs.get("read loads")(device.state.loads)
@@ -147,14 +145,14 @@ class ExpertPart(DevicePart):
         pending.kept = placements, device.model.expert_ranks, counts, retired
         yield counts
 
-    def _window(self, placements: Any, ranks: int, counts: Array, retired: list) -> LoadWindow:
+    def _sum_loads(self, placements: LayerPlacements, ranks: int, counts: Array, retired: list) -> LoadWindow:
         """Sum the counts by logical expert and by rank, each under the placement in force when it was counted."""
-        physical = self.physical(np.asarray(counts).astype(np.int64))
+        physical = self.physical_load(np.asarray(counts).astype(np.int64))
         logical = placements.logical_load(physical)
-        for layer, row, array in retired:
-            more = self.physical(np.asarray(array).astype(np.int64)[None])[0]
-            logical[layer] += np.bincount(row, more, minlength=logical.shape[1]).astype(np.int64)
-            physical[layer] += more
+        for row, placement, row_counts in retired:
+            load = self.physical_load(np.asarray(row_counts).astype(np.int64)[None])[0]
+            logical[row] += np.bincount(placement, load, minlength=logical.shape[1]).astype(np.int64)
+            physical[row] += load
         return LoadWindow(logical, physical.reshape(len(physical), ranks, -1).sum(axis=2))
 
 
@@ -165,5 +163,10 @@ def expert_share(config: ModelConfig) -> float:
     return used / (counts["active"] - counts["embedding"])
 
 
-def _exchanged(pending: Pending) -> Exchanged:
+def describe_error(error: Exception) -> str:
+    """Return the text of an error for ``Exchanged.error``."""
+    return f"{type(error).__name__}: {error}"
+
+
+def _exchange_result(pending: Pending) -> Exchanged:
     return Exchanged(pending.ended - pending.started, pending.error)

@@ -13,7 +13,8 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import jax.numpy as jnp
 import msgspec
@@ -34,6 +35,9 @@ HIDDEN, RESULTS = "hidden", "results"
 _EXPERT_LOADS = "experts' loads"
 _log = logging.getLogger(__name__)
 
+Results = tuple[list[RankResults], list[LastStageOutput]] | np.ndarray
+"""A step's results and the last stage's outputs that they come from, or the logits of a `Score`."""
+
 
 class _Inbox:
     """Items received over one link, numbered from 0. An item is kept until a later one is requested, so an interrupt loses nothing."""
@@ -49,78 +53,82 @@ class _Inbox:
             try:
                 item = _read(self.listener.receive())
             except Exception as error:
-                self.fail(
-                    ConnectionError(f"{self._sender} has ended it") if isinstance(error, LinkLostError) else error
-                )
+                has_ended = isinstance(error, LinkLostError)
+                self.fail(ConnectionError(f"{self._sender} has ended it") if has_ended else error)
                 return
             with self._changed:
                 self._items[number] = item
                 self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """Make every wait for a missing item return this error."""
+        """Make every wait for a missing item raise this error."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def get(self, number: int, seconds: float) -> Any:
-        """Drop the items before `number`, and wait for item `number`. Return an exception if it will never arrive.
+        """Drop the items before `number`, and wait for item `number`.
 
         Raises:
-            queue.Empty: the item has not arrived in time.
+            queue.Empty: the item has not arrived in time. Any other error: it will never arrive.
         """
         with self._changed:
             for earlier in [item for item in self._items if item < number]:
                 del self._items[earlier]
             if not self._changed.wait_for(lambda: number in self._items or self._error is not None, seconds):
                 raise queue.Empty
-            return self._items.get(number, self._error)
+            if number not in self._items:
+                raise self._error
+            return self._items[number]
 
 
 class _IncomingHidden:
     """Hidden states from the previous stage, in order, as a `StageExecutor` takes them.
 
-    receive: waits for the hidden states with a number. put: moves them to the devices of this process's first stage.
+    receive: waits for a message by number; returns it like `_read`. put: moves hidden states to the devices of this process's first stage.
     """
 
-    def __init__(self, receive: Callable[[int], np.ndarray], put: Callable[[np.ndarray], Array]):
+    def __init__(
+        self, receive: Callable[[int], tuple[list[Any], list[np.ndarray]]], put: Callable[[np.ndarray], Array]
+    ):
         self._receive, self._put, self._numbers = receive, put, itertools.count()
 
     def popleft(self) -> Array:
         """Wait for the next hidden states, and move them to this stage's devices."""
-        return self._put(self._receive(next(self._numbers)))
+        _, [hidden] = self._receive(next(self._numbers))
+        return self._put(hidden)
 
 
 class ProcessLinks:
     """The connections of one process to the processes of the other stages.
 
-    order: process ids in the order of the stages. is_leader: whether this is process 0. is_last: whether it has the last stage.
+    order: process ids in the order of their stages. is_leader: whether this is process 0. is_last: whether it has the last stage.
     """
 
     def __init__(self, group: HostGroup, order: Sequence[int]):
         self._group, self._order = group, order
         own = group.options.process_id
-        place = order.index(own)
-        self.is_leader, self.is_last = own == 0, place == len(order) - 1
+        position = order.index(own)
+        self.is_leader, self.is_last = own == 0, position == len(order) - 1
         self._inboxes: dict[str, _Inbox] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsjax-stages")
         self._last_send: Future[None] | None = None
         self._error: Exception | None = None
         self._outgoing: list[Link] = []
         try:
-            self._connect(place)
+            self._connect(position)
         except BaseException:
             self.close()
             raise
         for inbox in self._inboxes.values():
             threading.Thread(target=inbox.receive, name="dsjax-stages", daemon=True).start()
 
-    def _connect(self, place: int) -> None:
-        """Listen, exchange addresses with the other processes, and connect to the receivers of this process."""
+    def _connect(self, position: int) -> None:
+        """Listen, exchange addresses with the other processes, and connect to the receivers of this process. position: in the order."""
         group, order = self._group, self._order
         senders: dict[str, int] = {}  # by link name
-        if place > 0:
-            senders[HIDDEN] = order[place - 1]
+        if position > 0:
+            senders[HIDDEN] = order[position - 1]
         if not self.is_last:
             senders[RESULTS] = order[-1]
         own_listeners: dict[str, tuple[str, bytes]] = {}
@@ -130,25 +138,23 @@ class ProcessLinks:
             own_listeners[name] = listener.address, listener.ticket
         gathered = group.agreement.all_gather("stages", own_listeners)
         listeners = {member.process_id: answer for member, answer in zip(group.present, gathered, strict=True)}
-        name, receivers = (RESULTS, order[:-1]) if self.is_last else (HIDDEN, order[place + 1 : place + 2])
+        if self.is_last:
+            name, receivers = RESULTS, order[:-1]
+        else:
+            name, receivers = HIDDEN, [order[position + 1]]
         for receiver in receivers:
             link = group.link_to(receiver, listeners[receiver][name], name, encrypted=self.is_last)
             self._outgoing.append(link)
 
     def incoming(self, put: Callable[[np.ndarray], Array]) -> _IncomingHidden:
         """Return the source of hidden states for this process's first stage. put: moves them to the stage's devices."""
-
-        def receive(number: int) -> np.ndarray:
-            _, [hidden] = self._receive(HIDDEN, number)
-            return hidden
-
-        return _IncomingHidden(receive, put)
+        return _IncomingHidden(partial(self._receive, HIDDEN), put)
 
     def send_hidden(self, hidden: Array) -> None:
         """Send hidden states to the process with the next stage as soon as they are computed."""
         self._send_in_thread(lambda: _send(self._outgoing, [], [hidden]))
 
-    def send_results(self, read: Callable[[], tuple[list[RankResults], list[LastStageOutput]] | np.ndarray]) -> None:
+    def send_results(self, read: Callable[[], Results]) -> None:
         """Send a command's results to all other processes. read: waits for the results and returns them."""
 
         def send() -> None:
@@ -162,7 +168,7 @@ class ProcessLinks:
 
         self._send_in_thread(send)
 
-    def receive_results(self, number: int) -> tuple[list[RankResults], list[LastStageOutput]] | np.ndarray:
+    def receive_results(self, number: int) -> Results:
         """Wait for a command's results from the process with the last stage. number: counts the commands that have results."""
         rows, arrays = self._receive(RESULTS, number)
         if not rows:  # logits
@@ -181,8 +187,11 @@ class ProcessLinks:
         if not self.is_leader:
             agreement.contribute(_EXPERT_LOADS, _encode_counts(own))
             return [own]
-        gathered = map(_decode_counts, agreement.all_gather(_EXPERT_LOADS, _encode_counts(own)))
-        by_process = {member.process_id: counts for member, counts in zip(self._group.present, gathered, strict=True)}
+        gathered = agreement.all_gather(_EXPERT_LOADS, _encode_counts(own))
+        by_process = {
+            member.process_id: None if values is None else ExpertCounts(*map(_decode_value, values))
+            for member, values in zip(self._group.present, gathered, strict=True)
+        }
         return [by_process[process_id] for process_id in self._order]
 
     def close(self) -> None:
@@ -197,7 +206,9 @@ class ProcessLinks:
     def _send_in_thread(self, send: Callable[[], None]) -> None:
         """Send in the thread. Raises the error of an earlier send."""
         if self._last_send is not None and self._last_send.done():
-            self._raise_lost(self._last_send.exception())
+            error = self._last_send.exception()
+            if error is not None:
+                self._raise_lost(error)
         self._last_send = self._thread.submit(self._send_or_close, send)
 
     def _send_or_close(self, send: Callable[[], None]) -> None:
@@ -206,30 +217,22 @@ class ProcessLinks:
             send()
         except Exception as error:
             _log.error("Sending to the other stages failed; their connections are closed: %s", error)
-            self._fail_inboxes(error)
+            for inbox in self._inboxes.values():
+                inbox.fail(error)
             self._close_connections()
             raise
 
-    def _fail_inboxes(self, error: Exception) -> None:
-        for inbox in self._inboxes.values():
-            inbox.fail(error)
-
     def _receive(self, name: str, number: int) -> Any:
-        while True:
-            if self._error is not None:
-                self._raise_lost(self._error)
+        while self._error is None:
             try:
-                item = self._inboxes[name].get(number, _POLL_SECONDS)
+                return self._inboxes[name].get(number, _POLL_SECONDS)
             except queue.Empty:
                 self._group.check()
-                continue
-            if not isinstance(item, Exception):
-                return item
-            self._error = item  # later items do not match any wait
+            except Exception as error:
+                self._error = error  # later items do not match any wait
+        self._raise_lost(self._error)
 
-    def _raise_lost(self, error: BaseException | None) -> None:
-        if error is None:
-            return
+    def _raise_lost(self, error: BaseException) -> NoReturn:
         self._group.check(error)
         raise GroupError(f"the connection between two stages has ended: {error}") from error
 
@@ -243,10 +246,6 @@ def _encode_counts(counts: ExpertCounts | None) -> list[Any] | None:
     ]
 
 
-def _decode_counts(values: list[Any] | None) -> ExpertCounts | None:
-    return None if values is None else ExpertCounts(*map(_decode_value, values))
-
-
 def _decode_value(value: Any) -> Any:
     if not isinstance(value, list):
         return value
@@ -254,21 +253,27 @@ def _decode_value(value: Any) -> Any:
     return np.frombuffer(data, dtype).reshape(shape)
 
 
+class _ArraySpec(NamedTuple):
+    """Shape and dtype of an array in a message."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
 def _send(links: Sequence[Link], values: list[Any], arrays: Sequence[Array | np.ndarray | None]) -> None:
     """Send values and arrays over each link. The header describes the buffers; the first one has the values."""
     buffers = [np.frombuffer(msgspec.msgpack.encode(values), np.uint8)]
     buffers += [None if array is None else np.asarray(array) for array in arrays]
-    header = msgspec.msgpack.encode(
-        [None if buffer is None else (buffer.shape, str(buffer.dtype)) for buffer in buffers]
-    )
+    specs = [None if buffer is None else _ArraySpec(buffer.shape, str(buffer.dtype)) for buffer in buffers]
+    header = msgspec.msgpack.encode(specs)
     for link in links:
         link.send(header, *(buffer for buffer in buffers if buffer is not None))
 
 
 def _read(message: Message) -> tuple[list[Any], list[np.ndarray | None]]:
     """Receive the values and the arrays of a `_send`."""
-    described = msgspec.msgpack.decode(message.header, type=list[tuple[list[int], str] | None])
-    buffers = [None if array is None else np.empty(array[0], jnp.dtype(array[1])) for array in described]
+    specs = msgspec.msgpack.decode(message.header, type=list[_ArraySpec | None])
+    buffers = [None if spec is None else np.empty(spec.shape, jnp.dtype(spec.dtype)) for spec in specs]
     message.read_into(*(buffer for buffer in buffers if buffer is not None))
     values, *arrays = buffers
     return msgspec.msgpack.decode(values), arrays

@@ -85,7 +85,7 @@ class StageExecutor(MeshExecutor):
             program = self.programs.get(*commit_key(launch.shape, num_drafts))
             self.state = program(self.state, launch.positions, *sent)
             if self.max_in_flight == 1:
-                jax.block_until_ready(self.state.start)
+                jax.block_until_ready(self.state.slots)
 
     def drop_interrupted(self) -> None:
         """Drop the remains of an interrupted launch. All other launches must be done, and their hidden states taken."""
@@ -104,17 +104,19 @@ class StageExecutor(MeshExecutor):
         ]
 
     def _incoming_hidden(self) -> tuple[Array, ...]:
-        return () if self.model.begins else (self.incoming.popleft(),)
+        return () if self.model.is_first_stage else (self.incoming.popleft(),)
 
     def _rules(self, command: Step, launch: Launch, shape: LaunchShape) -> RowRules:
         """Give no sampling inputs to a stage before the last, which does not sample."""
-        return super()._rules(command, launch, shape) if self.model.ends else RowRules(None, False, [], None, {})
+        if not self.model.is_last_stage:
+            return RowRules(None, False, [], None, {})
+        return super()._rules(command, launch, shape)
 
     def _run(self, pending: Pending, launch: Launch, shape: LaunchShape, packed: Array, rules: RowRules) -> Running:
-        if self.model.ends:
+        if self.model.is_last_stage:
             yield from super()._run(pending, launch, shape, packed, rules)
             return
-        program = self.programs.get("step", shape, False)
+        program = self.programs.get("step", shape, False, self._reports(pending))
         self.state, positions, hidden, reports = program(self.params, self.state, packed, *self._incoming_hidden())
         self.outgoing.append(hidden)
         pending.kept.outcomes.append(_ForwardedLaunch(shape, positions, reports if pending.kept.recording else {}))
@@ -122,7 +124,7 @@ class StageExecutor(MeshExecutor):
 
     def _score(self, pending: Pending, command: Score) -> Running:
         running = super()._score(pending, command)
-        if self.model.ends:
+        if self.model.is_last_stage:
             return running
 
         def run() -> Running:

@@ -29,7 +29,7 @@ class StagesOfProcess(PipelineExecutor):
         self._result_numbers = itertools.count()  # counts the commands that have results from the last stage
         self._expert_counts: ExpertCounts | None = None
         first = self.stages[0]
-        if not first.model.begins:
+        if not first.model.is_first_stage:
             first.incoming = links.incoming(lambda hidden: put(hidden, first.programs.rows))
 
     def launch(self, command: Command) -> PendingStages:

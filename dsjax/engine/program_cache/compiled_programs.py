@@ -13,7 +13,7 @@ import jax
 from jax.stages import Compiled, Lowered
 
 from dsjax.engine.contract.executor import Progress
-from dsjax.engine.program_cache.folder import Turn
+from dsjax.engine.program_cache.folder import CompileLock
 from dsjax.engine.program_cache.library import Shelf
 from sharding.cores import most_threads
 
@@ -51,12 +51,12 @@ class CompiledPrograms:
         """Load or compile a program; wait while another process of this host compiles it."""
         deadline = time.monotonic() + _PATIENCE
         while not self._find(key):
-            turn = self.shelf.turn(key)
-            if turn is None and time.monotonic() < deadline:
+            lock = self.shelf.compile_lock(key)
+            if lock is None and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
                 continue
-            with turn or Turn():
-                if not self._find(key):  # another process may have stored it before this turn began
+            with lock or CompileLock():
+                if not self._find(key):  # another process may have stored it before this one got the lock
                     self._compile(key, lower())
 
     def compile_all(
@@ -68,7 +68,7 @@ class CompiledPrograms:
         process is compiling, and loads them when they are stored.
         """
         pool = ThreadPoolExecutor(most_threads(), thread_name_prefix="compile")
-        turns: list[Turn] = []
+        locks: list[CompileLock] = []
         try:
             with _RARE_COLLECTIONS:
                 list(pool.map(self._find, labels))
@@ -77,32 +77,33 @@ class CompiledPrograms:
                 if not missing:
                     report(num_ready, num_ready, "all")
                 first = len(missing) * jax.process_index() // jax.process_count()
-                left, progress_at = missing[first:] + missing[:first], time.monotonic()
-                while left:
+                pending = missing[first:] + missing[:first]
+                progress_at = time.monotonic()
+                while pending:
                     stalled = time.monotonic() > progress_at + _PATIENCE
                     elsewhere: list[ProgramKey] = []
                     begun: dict[Future[None], ProgramKey] = {}
-                    for key in left:
-                        turn = self.shelf.turn(key) or (Turn() if stalled else None)
-                        if turn is None:
+                    for key in pending:
+                        lock = self.shelf.compile_lock(key) or (CompileLock() if stalled else None)
+                        if lock is None:
                             elsewhere.append(key)
                             continue
-                        turns.append(turn)
-                        found = self._find(key)  # another process may have compiled it meanwhile
-                        num_ready += found
+                        locks.append(lock)
+                        is_found = self._find(key)  # another process may have compiled it meanwhile
+                        num_ready += is_found
                         report(num_ready, len(labels), labels[key])
-                        if found:
-                            turn.close()
+                        if is_found:
+                            lock.close()
                         else:
-                            begun[pool.submit(self._compile, key, self._lower(key), turn)] = key
+                            begun[pool.submit(self._compile, key, self._lower(key), lock)] = key
                     for future in as_completed(begun):
                         future.result()
                         num_ready += 1
                         report(num_ready, len(labels), labels[begun[future]])
-                    if len(elsewhere) < len(left):
+                    if len(elsewhere) < len(pending):
                         progress_at = time.monotonic()
-                    left = elsewhere
-                    time.sleep(_LOOK_SECONDS if left else 0)
+                    pending = elsewhere
+                    time.sleep(_LOOK_SECONDS if pending else 0)
                 for key in labels:
                     after(key)
             _log.info("Programs: %d were there, %d are compiled now.", len(labels) - len(missing), len(missing))
@@ -111,18 +112,18 @@ class CompiledPrograms:
                 # After an error or interrupt, do not wait for queued compilations.
                 pool.shutdown(cancel_futures=True)
             finally:
-                for turn in turns:
-                    turn.close()
+                for lock in locks:
+                    lock.close()
 
     def _find(self, key: ProgramKey) -> bool:
         """Load a program from the shelf if needed; return whether it is available."""
-        if key not in self.compiled and (kept := self.shelf.find(key)) is not None:
-            self.compiled[key] = kept
+        if key not in self.compiled and (program := self.shelf.find(key)) is not None:
+            self.compiled[key] = program
         return key in self.compiled
 
-    def _compile(self, key: ProgramKey, lowered: Lowered, turn: Turn | None = None) -> None:
-        """Compile and store a program, then end its turn."""
-        with turn or Turn():
+    def _compile(self, key: ProgramKey, lowered: Lowered, lock: CompileLock | None = None) -> None:
+        """Compile and store a program, then release its lock."""
+        with lock or CompileLock():
             self.compiled[key] = self.shelf.compile(key, lowered)
 
 
@@ -133,7 +134,9 @@ class _RareCollections:
     """
 
     def __init__(self):
-        self._lock, self._users, self._before = threading.Lock(), 0, gc.get_threshold()
+        self._lock = threading.Lock()
+        self._users = 0
+        self._before = gc.get_threshold()
 
     def __enter__(self) -> None:
         with self._lock:

@@ -23,7 +23,7 @@ MOST_BYTES = 4 << 30
 """Above this size, the least recently used programs are deleted."""
 _WRITES_PER_LOOK = 100
 """Number of writes between two checks of the folder's size; the first write also checks."""
-_KIND, _UNFINISHED, _TURN = ".program", "writing-", ".turn"
+_KIND, _UNFINISHED, _LOCK = ".program", "writing-", ".turn"
 _MAGIC = b"dsjax program 1\n"
 _OLD_SECONDS = 3600
 """Age above which an unfinished file is taken as left by a killed process."""
@@ -31,7 +31,7 @@ _OLD_SECONDS = 3600
 _log = logging.getLogger(__name__)
 
 
-class Turn(contextlib.ExitStack):
+class CompileLock(contextlib.ExitStack):
     """A compile lock for one program, held until closed or until the process ends. An empty one locks nothing."""
 
     __del__ = contextlib.ExitStack.close  # also if an interrupt lost the reference
@@ -40,18 +40,21 @@ class Turn(contextlib.ExitStack):
 class ProgramFolder:
     """A folder of programs. Any thread and any number of processes may use it.
 
-    path: of the folder. num_read, num_written: programs read and written by this process.
+    Attributes:
+        path: of the folder.
+        num_read, num_written: programs read and written by this process.
 
     Raises:
         DistrustedError: other users could have written there. OSError: the folder cannot be created.
     """
 
     def __init__(self, path: Path, most_bytes: int = MOST_BYTES):
-        self.path, self._most_bytes = path, most_bytes
+        self.path = path
+        self._most_bytes = most_bytes
         self._folder = OwnedFolder(path)
         self.num_read = self.num_written = 0
         self._lock = threading.Lock()
-        self._writes = True
+        self._can_write = True
 
     @classmethod
     def inside(cls, cache: Path | None) -> ProgramFolder | None:
@@ -92,7 +95,7 @@ class ProgramFolder:
 
     def write(self, name: str, data: bytes) -> bool:
         """Store a program atomically, and return whether it is stored. After a failure, which is logged, nothing more is stored."""
-        if not self._writes:
+        if not self._can_write:
             return False
         try:
             head = _MAGIC + hashlib.sha256(name.encode() + data).digest()
@@ -105,33 +108,38 @@ class ProgramFolder:
             return True
         except OSError as error:
             with self._lock:
-                first, self._writes = self._writes, False
-            if first:
+                could_write = self._can_write
+                self._can_write = False
+            if could_write:
                 _log.warning("Compiled programs cannot be kept in %s (%s).", self.path, error.strerror or error)
             return False
 
-    def turn(self, name: str) -> Turn | None:
+    def compile_lock(self, name: str) -> CompileLock | None:
         """Return the compile lock of a program name; None while another process, or another part of this one, holds it."""
-        turn, file = Turn(), f"{name}{_TURN}"
+        lock = CompileLock()
+        file = f"{name}{_LOCK}"
 
-        def unlink() -> None:  # a process that has opened it meanwhile finds the program before compiling it
+        # A process may have opened the file before it is unlinked, and then lock it while another locks a new file of this name. Both
+        # look for the program before they compile it, and find it: its writer holds the lock until it is stored.
+        def unlink() -> None:
             with contextlib.suppress(OSError), self._folder.opened() as folder:
                 os.unlink(file, dir_fd=folder)
 
-        if self._writes:
+        if self._can_write:
             try:
                 with self._folder.opened() as folder:
-                    turn.callback(os.close, try_lock(file, folder))
-                    turn.callback(unlink)
+                    lock.callback(os.close, try_lock(file, folder))
+                    lock.callback(unlink)
             except BlockingIOError:
                 return None
             except OSError:  # where locks are impossible, compile without one
                 pass
-        return turn
+        return lock
 
     def _make_room(self) -> None:
         """Delete the least recently used programs, and unfinished files and locks of killed processes."""
-        kept, size = [], 0
+        programs = []
+        size = 0
         with self._folder.opened() as folder:
             with os.scandir(folder) as entries:
                 for entry in entries:
@@ -140,12 +148,12 @@ class ProgramFolder:
                         if not stat.S_ISREG(status.st_mode) or not is_trusted(status):
                             continue
                         if entry.name.endswith(_KIND):
-                            kept.append((status.st_mtime, status.st_size, entry.name))
-                        is_left = entry.name.startswith(_UNFINISHED) or entry.name.endswith(_TURN)
-                        if is_left and time.time() - status.st_mtime > _OLD_SECONDS:  # left by a killed process
+                            programs.append((status.st_mtime, status.st_size, entry.name))
+                        is_temporary = entry.name.startswith(_UNFINISHED) or entry.name.endswith(_LOCK)
+                        if is_temporary and time.time() - status.st_mtime > _OLD_SECONDS:  # left by a killed process
                             os.unlink(entry.name, dir_fd=folder)
-            for _, bytes_of_it, name in sorted(kept, reverse=True):
-                size += bytes_of_it
+            for _, program_bytes, name in sorted(programs, reverse=True):
+                size += program_bytes
                 if size > self._most_bytes:
                     with contextlib.suppress(OSError):
                         os.unlink(name, dir_fd=folder)

@@ -83,10 +83,10 @@ def _describe(value: Any) -> Iterator[bytes]:
     elif isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
         yield _name(value)
     elif isinstance(value, jax.tree_util.PyTreeDef):
-        shown = repr(value)
-        if " at 0x" in shown:
-            raise NotDescribed(f"{shown:.80} shows an address")
-        yield shown.encode()
+        text = repr(value)
+        if " at 0x" in text:
+            raise NotDescribed(f"{text:.80} shows an address")
+        yield text.encode()
     elif isinstance(value, Mesh):
         processes = list(dict.fromkeys(device.process_index for device in value.devices.flat))
         devices = [(d.platform, d.device_kind, processes.index(d.process_index)) for d in value.devices.flat]
@@ -171,13 +171,10 @@ def _with_file(flags: str) -> tuple[str, bytes]:
 
 @dataclasses.dataclass(frozen=True)
 class _Sources:
-    """The Python files of this project that the engine can import, as they were when this process imported them.
+    """The Python files of this project that the engine can import, as they were when this process imported them."""
 
-    digest: of all files; None if a package has no readable files. states: modification time (ns) and size (bytes) by path.
-    """
-
-    digest: str | None
-    states: Mapping[Path, tuple[int, int]]
+    digest: str | None  # of all files; None if a package has no readable files
+    states: Mapping[Path, tuple[int, int]]  # modification time (ns) and size (bytes) by path
 
     @classmethod
     def now(cls) -> _Sources:

@@ -18,7 +18,7 @@ from jax.stages import Compiled, Lowered
 
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.program_cache import identity, serialized_program
-from dsjax.engine.program_cache.folder import ProgramFolder, Turn
+from dsjax.engine.program_cache.folder import CompileLock, ProgramFolder
 from dsjax.engine.program_cache.serialized_program import KeptProgram
 from sharding import jax_internals
 
@@ -32,7 +32,8 @@ class ProgramLibrary:
     """The compiled programs of one process. Thread-safe.
 
     Attributes:
-        folder: stores programs for other processes and later starts; None: no such folder. in_memory: programs not in the folder, by name.
+        folder: stores programs for other processes and later starts; None: no such folder.
+        in_memory: programs not in the folder, by name.
         beside_the_cache: bytes per device that a step needs in addition to weights and cache, by mesh and stage.
         pages: pages per DP rank that programs compiled ahead assume, by mesh; the cache must have the same number.
         works: whether programs can be stored.
@@ -81,7 +82,9 @@ class Shelf:
         depends_on: tuple[Any, ...],
         options: Callable[[Hashable], Mapping[str, Any] | None] = lambda key: None,
     ):
-        self._library, self._options, self._devices = library, options, list(mesh.devices.flat)
+        self._library = library
+        self._options = options
+        self._devices = list(mesh.devices.flat)
         client = self._devices[0].client
         # Accelerator compilers communicate across processes, and would wait for a process that loads its program from disk.
         on_disk = client.platform == "cpu" or not mesh.is_multi_process
@@ -109,10 +112,10 @@ class Shelf:
         """Whether a program is stored."""
         return self._take(key) is not None
 
-    def turn(self, key: Hashable) -> Turn | None:
+    def compile_lock(self, key: Hashable) -> CompileLock | None:
         """Return the compile lock of a program among all processes with this folder; None if another holds it."""
         name = self.name(key)
-        return Turn() if name is None or self._folder is None else self._folder.turn(name)
+        return CompileLock() if name is None or self._folder is None else self._folder.compile_lock(name)
 
     def compile(self, key: Hashable, lowered: Lowered) -> Compiled:
         """Compile a program for the devices of this mesh, and store it."""

@@ -77,11 +77,11 @@ class _Writer(serialize_executable._JaxPjrtPickler):
         return ("exec", self._data) if is_program and self._data is not None else persistent
 
 
-def load(kept: KeptProgram, devices: list[jax.Device]) -> Compiled:
+def load(program: KeptProgram, devices: list[jax.Device]) -> Compiled:
     """Load a program for these devices, in the positions of the devices that it was compiled for."""
-    reader = _Reader(io.BytesIO(kept.data), kept.device_ids, devices)
+    reader = _Reader(io.BytesIO(program.data), program.device_ids, devices)
     executable, args_info, no_kwargs = reader.load()
-    return Compiled(executable.load(), [], kept.in_tree.unflatten(args_info), kept.out_tree, no_kwargs=no_kwargs)
+    return Compiled(executable.load(), [], program.in_tree.unflatten(args_info), program.out_tree, no_kwargs=no_kwargs)
 
 
 class _Reader(serialize_executable._JaxPjrtUnpickler):

@@ -32,10 +32,10 @@ _STEP_DECAY, _ROW_DECAY = 0.9996, 0.99
 
 @dataclass
 class _RecentSteps:
-    """Decayed sums over recent steps at one load with one number of drafts. tokens: generated per row."""
+    """Decayed sums over recent steps at one load with one number of drafts."""
 
     seconds: float = 0.0
-    tokens: float = 0.0
+    tokens: float = 0.0  # generated per row
 
 
 class DraftChoice(Attachment):

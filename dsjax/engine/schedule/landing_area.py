@@ -28,15 +28,13 @@ class LandingBuffer:
 
 @dataclass(slots=True)
 class LandingPage:
-    """One landing page: its number, request time, `PageSource`, tier and buffer, and whether it has arrived (`here`).
-
-    patience: seconds after which a missing page may be dropped for another one; None: its source decides.
-    """
+    """One landing page: its number, request time, `PageSource`, tier and buffer, and whether it has arrived (`here`)."""
 
     number: int
     since: float
     source: Any
     tier: str
+    # seconds after which a missing page may be dropped for another one; None: its source decides
     patience: float | None
     buffer: LandingBuffer
     here: bool = False

@@ -9,12 +9,12 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 
 @dataclass(frozen=True, eq=False)
-class Generation:
-    """An executor and its scheduler config. larger_is_wanted: whether its mesh is smaller than requested because processes are missing."""
+class MeshEpoch:
+    """The time between two mesh changes, with one executor and its scheduler config."""
 
     executor: Executor
     config: SchedulerConfig
-    larger_is_wanted: bool = False
+    is_reduced: bool = False  # whether the mesh is smaller than requested because processes are missing
 
 
 class MeshChanger(Protocol):
@@ -23,8 +23,8 @@ class MeshChanger(Protocol):
     Attributes:
         needs_change: whether the current processes require another mesh.
         phase: current phase of a mesh change; None if none is in progress.
-        patience: seconds that a request waits for a larger mesh if the current mesh cannot hold it.
-        failure: why the last requested mesh could not be created; the previous mesh is in use again.
+        patience: seconds that an inference request waits for a larger mesh if the current mesh cannot hold it.
+        failure: why the last wanted mesh could not be created; the previous mesh is in use again.
     """
 
     needs_change: bool
@@ -35,26 +35,26 @@ class MeshChanger(Protocol):
     def watch(self, wake: Callable[[], None]) -> None:
         """Register `wake`, which is called from any thread when `needs_change` may have become true."""
 
-    def has_warmed_up(self) -> None:
+    def on_warmed_up(self) -> None:
         """Note that the current mesh is ready to serve."""
 
-    def take_change(self) -> bool:
-        """Whether `needs_change` may have become true since the last call."""
+    def poll_change(self) -> bool:
+        """Return whether `needs_change` may have become true since the last call."""
 
-    def recover_from(self, error: Exception) -> Generation:
-        """Recover from a failed step. Raise the error if that is impossible."""
+    def recover_from(self, error: Exception) -> MeshEpoch:
+        """Replace the executor after a failed step. Raise the error if that is impossible."""
 
-    def regroup(self) -> Generation:
-        """Change to the mesh for the current processes."""
+    def regroup(self) -> MeshEpoch:
+        """Change to the mesh for the current processes, because `needs_change` is true."""
 
-    def request_change(self, mesh: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> Any:
-        """Check a requested change and return the argument for `change_to`. Raise if it is invalid.
+    def begin_change(self, mesh: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> Any:
+        """Check a change that a user wants, and return the argument for `change_to`. Raise if it is impossible.
 
-        Blocks other requests until `end_request`.
+        No other change can begin until `end_change`, unless this one raises.
         """
 
-    def change_to(self, wanted: Any) -> Generation | None:
-        """Change to a requested mesh. Return None if the executor has changed in place and keeps its caches and requests."""
+    def change_to(self, wanted: Any) -> MeshEpoch | None:
+        """Change to a wanted mesh. Return None if the executor has changed in place and keeps its caches and requests."""
 
-    def end_request(self) -> None:
-        """End the request begun by `request_change`."""
+    def end_change(self) -> None:
+        """Let other changes begin, whether or not `change_to` was called."""

@@ -17,21 +17,16 @@ MEDIA = {"device": "GPU", "host": "CPU_TIER1", "disk": "CPU_TIER2"}
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True, omit_defaults=True):
-    """Consecutive blocks were stored in a tier.
-
-    Attributes:
-        parent_block_hash: of the block before the first one; None: no parent.
-        token_ids: of all the blocks. block_size: tokens per block. lora_id, lora_name: always None. medium: a value of `MEDIA`.
-        extra_keys: of each block, as in vLLM: the first block of a prompt with a `cache_salt` has the salt. None: no block has any.
-    """
+    """Consecutive blocks were stored in a tier."""
 
     block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None = None
+    parent_block_hash: int | None  # of the block before the first one; None: no parent
+    token_ids: list[int]  # of all the blocks
+    block_size: int  # tokens per block
+    lora_id: int | None  # always None
+    medium: str | None  # a value of `MEDIA`
+    lora_name: str | None = None  # always None
+    # of each block, as in vLLM: the first block of a prompt with a `cache_salt` has the salt. None: no block has any
     extra_keys: list[list[str] | None] | None = None
 
 
@@ -60,9 +55,9 @@ class EventSink(Protocol):
 
 
 class EventBatch(msgspec.Struct, frozen=True, array_like=True):
-    """One message. ts: seconds since 1970."""
+    """One message."""
 
-    ts: float
+    ts: float  # seconds since 1970
     events: list[Event]
     data_parallel_rank: int
 

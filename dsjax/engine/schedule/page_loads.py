@@ -25,17 +25,13 @@ class Admittance(enum.Enum):
 
 
 class LoadUnderWay(NamedTuple):
-    """Pages on their way into the cache.
+    """Pages on their way into the cache."""
 
-    request: the request that waits for the pages; None if it has ended. first: index of the first page in the request; a window page may
-    come last. names: empty if the pages must not be found. tiers: source tiers of the pages, excluding the window page.
-    """
-
-    request: Request | None
-    pages: list[int]
-    first: int
-    names: list[bytes]
-    tiers: list[str]
+    request: Request | None  # the request that waits for the pages; None if it has ended
+    pages: list[int]  # a window page may come last
+    first: int  # index of the first page in the request
+    names: list[bytes]  # empty if the pages must not be found
+    tiers: list[str]  # source tiers of the pages, excluding the window page
     since: float
 
 

@@ -11,11 +11,11 @@ from dsjax.engine.schedule.scheduler_config import AdmissionError
 
 
 class ParkedRequest(NamedTuple):
-    """A request outside the scheduler. error: why the current mesh cannot hold it. since: start of its wait, on the monotonic clock."""
+    """A request outside the scheduler."""
 
     request: Request
-    error: AdmissionError
-    since: float
+    error: AdmissionError  # why the current mesh cannot hold it
+    since: float  # start of its wait, on the monotonic clock
 
 
 class ParkedRequests(dict[str, ParkedRequest]):
@@ -23,12 +23,12 @@ class ParkedRequests(dict[str, ParkedRequest]):
 
     Attributes:
         seconds: how long a request waits, from the first mesh that could not hold it; 0: it fails at once.
-        larger_is_wanted: whether the current mesh is smaller than requested; otherwise requests do not wait.
+        is_reduced: whether the current mesh is smaller than requested; otherwise requests do not wait.
         outcomes: counts of `resumed`, `expired`, `aborted` requests.
     """
 
     def __init__(self):
-        self.seconds, self.larger_is_wanted = 0.0, False
+        self.seconds, self.is_reduced = 0.0, False
         self.outcomes: Counter[str] = Counter()
 
     @property
@@ -76,7 +76,7 @@ class ParkedRequests(dict[str, ParkedRequest]):
 
     @property
     def _limit(self) -> float:
-        return self.seconds if self.larger_is_wanted else 0.0
+        return self.seconds if self.is_reduced else 0.0
 
 
 def _refuse(request: Request, error: AdmissionError, now: float, waited: float) -> Update:

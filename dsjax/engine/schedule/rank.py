@@ -19,28 +19,21 @@ _MAX_SKIPPED = 16
 
 
 class RankLoad(NamedTuple):
-    """Load and free room of one DP rank.
-
-    Attributes:
-        waiting_tokens: known tokens of the waiting requests.
-        used_pages: pages held by requests. cached_pages: pages only in the prefix cache; they count as free. usable_pages: all pages.
-        cost: the router's cost of sending a new request here, without the request's own tokens, in tokens to compute (docs/scheduler.md).
-        hits: cached tokens of requests at their first admission, by tier (`device`, and the KV connector's tiers). queried: all tokens of
-            these requests.
-        tiers: the KV connector's counts for this rank, by tier.
-    """
+    """Load and free room of one DP rank."""
 
     rank: int
     running: int
     waiting: int
-    waiting_tokens: int
-    used_pages: int
-    cached_pages: int
-    usable_pages: int
+    waiting_tokens: int  # known tokens of the waiting requests
+    used_pages: int  # pages held by requests
+    cached_pages: int  # pages only in the prefix cache; they count as free
+    usable_pages: int  # all pages
+    # the router's cost of sending a new request here, without the request's own tokens, in tokens to compute (docs/scheduler.md)
     cost: float
+    # cached tokens of requests at their first admission, by tier (`device`, and the KV connector's tiers)
     hits: Mapping[str, int] = {"device": 0}
-    queried: int = 0
-    tiers: Mapping[str, Any] = {}
+    queried: int = 0  # all tokens of these requests
+    tiers: Mapping[str, Any] = {}  # the KV connector's counts for this rank, by tier
 
 
 class Rank:

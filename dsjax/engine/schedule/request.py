@@ -32,20 +32,16 @@ class FinishReason(enum.StrEnum):
 class RequestOptions:
     """A request's options besides its prompt and its sampling parameters.
 
-    Attributes:
-        priority: lower runs first under the `priority` policy. session: requests of one session go to one DP rank.
-        cache_salt: only requests with the same salt share pages.
-        dp_rank: DP rank chosen by an external router, used if the mesh has it; None: the engine's router chooses.
-        prefill: address and transfer, if a prefill engine computes the prompt (`PrefillServer.prefill`). Transfer None: a new one.
-
     Raises:
         UserError: priority is not an integer, salt or session is not text, or `prefill` has no valid address and transfer.
     """
 
-    priority: int = 0
-    cache_salt: str | None = None
-    session: str | None = None
+    priority: int = 0  # lower runs first under the `priority` policy
+    cache_salt: str | None = None  # only requests with the same salt share pages
+    session: str | None = None  # requests of one session go to one DP rank
+    # DP rank chosen by an external router, used if the mesh has it; None: the engine's router chooses
     dp_rank: int | None = None
+    # address and transfer, if a prefill engine computes the prompt (`PrefillServer.prefill`). Transfer None: a new one
     prefill: Mapping[str, str | None] | None = None
 
     def __post_init__(self):
@@ -71,78 +67,54 @@ DEFAULT_OPTIONS = RequestOptions()
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One completion. The first group of fields comes from the caller and never changes; only the scheduler writes the second.
+    """One completion. The first group of fields comes from the caller and never changes; only the scheduler writes the second."""
 
-    Attributes:
-        request_id: unique among unfinished requests. seed: uint64. arrival_time: seconds on the engine's clock.
-        token_ids: the prompt (`num_prompt_tokens`), then the output, in one append-only list.
-        max_tokens: `params.max_tokens`; None is resolved to the limit of model and cache. max_total_tokens: prompt + max_tokens.
-        stop_ids: `params.stop_token_ids`, and the model's end-of-sequence tokens unless `ignore_eos`. `rules` mask them before
-            `params.min_tokens`.
-        rules: the `LogitRules` that change the logits before sampling; None: no rules.
-        order: priority in the queue: smaller runs first, larger is preempted first. Unique in a scheduler.
-        rank: its DP rank, fixed unless the mesh changes; -1 before it is assigned.
-        slot: row of the rank's persistent arrays while running, in [0, max_num_seqs); -1 otherwise.
-        admissions: number of admissions to a slot. (request, admissions) identifies a slot's contents, since a preempted request may get
-            the same slot again.
-        pages: rank-local, in token order; append-only between two admissions.
-        window_pages: window pages of its pages from index `first_window`, in models that have them. The first is freed when the whole page
-            after it is confirmed: until then a row's window may reach into it, and the request may end at its border.
-        missed_window_border: number of pages that its last admission found cached without their last window page.
-        held_pages: cached pages held for a waiting request while a source loads the missing ones.
-        is_loading: whether to skip a waiting request until a source has loaded its missing pages.
-        num_sealed_pages: leading pages that are full, computed and finite: shared and read-only. Later pages belong to this request
-            alone.
-        page_hashes: names of the full pages of `token_ids`, computed as needed. num_promised: pages that its rank expects to be
-            cached.
-        backlog: tokens that its rank still expects to compute before the next output token.
-        num_computed_tokens: tokens in the cache, confirmed by results. num_in_flight: maximum that steps in flight can add.
-        num_rows_in_flight: steps in flight with a row of it; until they end it keeps its pages and slot.
-        num_tokens_due: number of rows in flight that will produce a token.
-        drafts: the MTP module's next drafts, if rules must check them.
-        should_preempt: preempt it as soon as no step in flight has a row of it.
-        num_clean_pages: number of its sound pages after non-finite values; its other pages are cleared before reuse.
-        num_cached_tokens: prefix cache hit of its first admission, in tokens; None before.
-        num_prompt_logprobs: prompt tokens after the first whose log-probabilities were returned.
-    """
-
-    request_id: str
-    token_ids: list[int]
+    request_id: str  # unique among unfinished requests
+    token_ids: list[int]  # the prompt (`num_prompt_tokens`), then the output, in one append-only list
     num_prompt_tokens: int
     params: SamplingParams
-    max_tokens: int
-    seed: int
+    max_tokens: int  # `params.max_tokens`; None is resolved to the limit of model and cache
+    seed: int  # uint64
+    # `params.stop_token_ids`, and the model's end-of-sequence tokens unless `ignore_eos`. `rules` mask them before `params.min_tokens`
     stop_ids: frozenset[int] = frozenset()
-    arrival_time: float = 0.0
+    arrival_time: float = 0.0  # seconds on the engine's clock
     options: RequestOptions = DEFAULT_OPTIONS
-    rules: Any = None
+    rules: Any = None  # the `LogitRules` that change the logits before sampling; None: no rules
 
+    # priority in the queue: smaller runs first, larger is preempted first. Unique in a scheduler
     order: tuple[int, float, int] = (0, 0.0, 0)
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
-    rank: int = -1
-    slot: int = -1
+    rank: int = -1  # its DP rank, fixed unless the mesh changes; -1 before it is assigned
+    slot: int = -1  # row of the rank's persistent arrays while running, in [0, max_num_seqs); -1 otherwise
+    # number of admissions to a slot. (request, admissions) identifies a slot's contents, since a preempted request may get the same slot
+    # again
     admissions: int = 0
-    pages: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)  # rank-local, in token order; append-only between two admissions
+    # window pages of its pages from index `first_window`, in models that have them. The first is freed when the whole page after it is
+    # confirmed: until then a row's window may reach into it, and the request may end at its border
     window_pages: list[int] = field(default_factory=list)
     first_window: int = 0
-    missed_window_border: int = 0
+    missed_window_border: int = 0  # number of pages that its last admission found cached without their last window page
+    # cached pages held for a waiting request while a source loads the missing ones
     held_pages: list[int] = field(default_factory=list)
-    is_loading: bool = False
+    is_loading: bool = False  # whether to skip a waiting request until a source has loaded its missing pages
+    # leading pages that are full, computed and finite: shared and read-only. Later pages belong to this request alone
     num_sealed_pages: int = 0
-    page_hashes: list[bytes] = field(default_factory=list)
-    num_promised: int = 0
-    backlog: int = 0
-    num_computed_tokens: int = 0
-    num_in_flight: int = 0
-    num_rows_in_flight: int = 0
-    num_tokens_due: int = 0
-    drafts: Sequence[int] = ()
-    should_preempt: bool = False
+    page_hashes: list[bytes] = field(default_factory=list)  # names of the full pages of `token_ids`, computed as needed
+    num_promised: int = 0  # pages that its rank expects to be cached
+    backlog: int = 0  # tokens that its rank still expects to compute before the next output token
+    num_computed_tokens: int = 0  # tokens in the cache, confirmed by results
+    num_in_flight: int = 0  # most tokens that steps in flight can add to the cache
+    num_rows_in_flight: int = 0  # steps in flight with a row of it; until they end it keeps its pages and slot
+    num_tokens_due: int = 0  # number of rows in flight that will produce a token
+    drafts: Sequence[int] = ()  # the MTP module's next drafts, if rules must check them
+    should_preempt: bool = False  # preempt it as soon as no step in flight has a row of it
+    # number of its sound pages after non-finite values; its other pages are cleared before reuse
     num_clean_pages: int | None = None
-    num_cached_tokens: int | None = None
-    num_prompt_logprobs: int = 0
-    max_total_tokens: int = field(init=False)
+    num_cached_tokens: int | None = None  # prefix cache hit of its first admission, in tokens; None before
+    num_prompt_logprobs: int = 0  # prompt tokens after the first whose log-probabilities were returned
+    max_total_tokens: int = field(init=False)  # prompt + max_tokens
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
@@ -214,39 +186,29 @@ class Request:
 
 
 class ScheduledRow(NamedTuple):
-    """Tokens of a request to compute in this step.
-
-    start: position of the first one, or its upper bound. length: maximum, with drafts. sampled: whether the row makes a token.
-    """
+    """Tokens of a request to compute in this step."""
 
     request: Request
-    start: int
-    length: int
-    sampled: bool = True
+    start: int  # position of the first one, or its upper bound
+    length: int  # maximum, with drafts
+    sampled: bool = True  # whether the row makes a token
 
 
 class RankPlan(NamedTuple):
-    """One rank's work in a step. An idle rank has no rows and still takes part.
+    """One rank's work in a step. An idle rank has no rows and still takes part."""
 
-    decodes: rows that compute a request's last token and make the next one. prefills: all others. copies: of pages (from, to), run first.
-    """
-
-    decodes: list[ScheduledRow]
-    prefills: list[ScheduledRow]
-    copies: list[tuple[int, int]]
+    decodes: list[ScheduledRow]  # rows that compute a request's last token and make the next one
+    prefills: list[ScheduledRow]  # all others
+    copies: list[tuple[int, int]]  # of pages (from, to), run first
 
 
 class StepPlan(NamedTuple):
-    """One step's work: one `RankPlan` for every DP rank, including idle ones.
-
-    num_drafts: maximum drafts that a decode row verifies and that are made for the next step. page_commands: of page sources; they run
-    first. after_prompts: drafts made after prompts if `num_drafts` is 0.
-    """
+    """One step's work: one `RankPlan` for every DP rank, including idle ones."""
 
     ranks: list[RankPlan]
-    num_drafts: int = 0
-    page_commands: Sequence[Command] = ()
-    after_prompts: int = 0
+    num_drafts: int = 0  # maximum drafts that a decode row verifies and that are made for the next step
+    page_commands: Sequence[Command] = ()  # of page sources; they run first
+    after_prompts: int = 0  # drafts made after prompts if `num_drafts` is 0
 
     @property
     def num_prompt_tokens(self) -> int:

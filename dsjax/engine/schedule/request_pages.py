@@ -9,22 +9,15 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 
 class StartPages(NamedTuple):
-    """Pages with which a waiting request can start.
+    """Pages with which a waiting request can start."""
 
-    Attributes:
-        cached: pages of its prefix. copied: the cached page that its last token fills, copied before that token is recomputed; or empty.
-        window_names, shared_windows: the window page at the end of `cached`: its name, and the page if it is cached.
-        num_remaining: tokens to compute.
-        num_pages, num_windows: number of pages and window pages to allocate.
-    """
-
-    cached: list[int]
-    copied: list[int]
-    window_names: list[bytes]
-    shared_windows: list[int]
-    num_remaining: int
-    num_pages: int
-    num_windows: int
+    cached: list[int]  # pages of its prefix
+    copied: list[int]  # the cached page that its last token fills, copied before that token is recomputed; or empty
+    window_names: list[bytes]  # name of the window page at the end of `cached`; or empty
+    shared_windows: list[int]  # that window page if it is cached; or empty
+    num_remaining: int  # tokens to compute
+    num_pages: int  # number of pages to allocate
+    num_windows: int  # number of window pages to allocate
 
 
 class RequestPages:

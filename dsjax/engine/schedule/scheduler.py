@@ -24,10 +24,10 @@ MAX_SESSIONS = 65_536
 
 
 class Update(NamedTuple):
-    """A step's result for one request. result: cut off after the token that ended the request; None if the request was aborted."""
+    """A step's result for one request."""
 
     request: Request
-    result: RowResult | None
+    result: RowResult | None  # cut off after the token that ended the request; None if the request was aborted
     finish_reason: FinishReason | None
 
 

@@ -14,36 +14,28 @@ class AdmissionError(UserError):
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Sizes and policy; every number is per DP rank.
+    """Sizes and policy; every number is per DP rank."""
 
-    Attributes:
-        max_num_seqs: maximum running requests. max_num_batched_tokens: maximum tokens in a step, without padding.
-        prefill_chunk: maximum tokens of one prompt in a step. max_prefill_rows: maximum prompts in a step.
-        policy: `fcfs`: by arrival; `priority`: lower `RequestOptions.priority` first, then by arrival.
-        host_pages_per_rank, disk_pages, disk_page_bytes, disk_pages_per_window, windows_per_rank, host_windows_per_rank: see
-            `ExecutorLimits`.
-        prefix_caching: whether requests share the pages of a common prefix.
-        num_batches: batches of running requests that decode in separate steps, one per pipeline stage. With more than 1, a request decodes
-            in at most one step in flight.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    prefill_chunk: int
-    max_prefill_rows: int
+    max_num_seqs: int  # maximum running requests
+    max_num_batched_tokens: int  # maximum tokens in a step, without padding
+    prefill_chunk: int  # maximum tokens of one prompt in a step
+    max_prefill_rows: int  # maximum prompts in a step
     page_size: int
     pages_per_rank: int
     max_model_len: int
-    host_pages_per_rank: int = 0
+    host_pages_per_rank: int = 0  # this and the next three: see `ExecutorLimits`
     disk_pages: int = 0
     disk_page_bytes: int = 0
     disk_pages_per_window: int = 1
+    # `fcfs`: by arrival; `priority`: lower `RequestOptions.priority` first, then by arrival
     policy: Literal["fcfs", "priority"] = "fcfs"
-    prefix_caching: bool = True
+    prefix_caching: bool = True  # whether requests share the pages of a common prefix
     speculation: SpeculativeConfig | None = None
+    # batches of running requests that decode in separate steps, one per pipeline stage. With more than 1, a request decodes in at most one
+    # step in flight
     num_batches: int = 1
-    windows_per_rank: int = 0
-    host_windows_per_rank: int = 0
+    windows_per_rank: int = 0  # see `ExecutorLimits`
+    host_windows_per_rank: int = 0  # see `ExecutorLimits`
 
     @classmethod
     def from_limits(cls, limits: ExecutorLimits, *, prefix_caching: bool = True, **options: Any) -> "SchedulerConfig":

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsjax.config import ModelConfig
-from dsjax.config.deepseek_v4 import INDEX_FORMAT
+from dsjax.config.model_config import INDEX_FORMATS
 from dsjax.config.weights import ROW_FORMATS, SERVED
 from dsjax.engine.afd.options import ApartOptions, check_apart, expert_share, expert_spec
 from dsjax.engine.contract.executor import ExecutorLimits
@@ -33,16 +33,16 @@ class BasicOptions:
 
     model: str = option("demo", "Name of a bundled model, Hugging Face repository id, or checkpoint path.", Group.MODEL)
     revision: str | None = option(None, "Branch, tag or commit of the Hugging Face repository.", Group.MODEL)
-    tokenizer: str | None = advanced(None, "Path to a different tokenizer.", Group.MODEL, of_host=True)
+    tokenizer: str | None = advanced(None, "Path to a different tokenizer.", Group.MODEL, host_only=True)
     tokenizer_mode: str = advanced(
         "auto",
         "How to render chat messages as a prompt. hf: with the chat template; deepseek_v32, deepseek_v4: with the encoder of that "
         "model; auto: with the chat template if there is one, else with the model's encoder.",
         Group.MODEL,
         choices=TOKENIZER_MODES,
-        of_host=True,
+        host_only=True,
     )
-    chat_template: str | None = option(None, "Path to a different Jinja chat template.", Group.MODEL, of_host=True)
+    chat_template: str | None = option(None, "Path to a different Jinja chat template.", Group.MODEL, host_only=True)
     max_model_len: int | None = option(None, "Maximum context length. Default: the model's.", Group.MODEL, least=1)
     dtype: str = option(
         "auto",
@@ -50,7 +50,7 @@ class BasicOptions:
         Group.MODEL,
         choices=("auto", "float32", "bfloat16"),
     )
-    seed: int = advanced(0, "Random seed for requests without a seed.", Group.MODEL, least=0, of_host=True)
+    seed: int = advanced(0, "Random seed for requests without a seed.", Group.MODEL, least=0, host_only=True)
     weights: str = option(
         "auto",
         "Format of weights in device memory. auto: --dtype; fp8: FP8 for weights that the checkpoint stores in FP8; others: this "
@@ -129,7 +129,7 @@ class BasicOptions:
     page_size: int | None = option(
         None, "Tokens per KV cache page (block). Default: 16, or 128 for DeepSeek-V4.", Group.CACHE, least=1
     )
-    enable_prefix_caching: bool = option(True, "Share KV cache pages of equal prefixes.", Group.CACHE, of_host=True)
+    enable_prefix_caching: bool = option(True, "Share KV cache pages of equal prefixes.", Group.CACHE, host_only=True)
     embedding_location: str = advanced(
         "device",
         "Where to keep the token embedding. host: in host memory, which leaves more device memory for the KV cache.",
@@ -147,15 +147,15 @@ class BasicOptions:
         least=1,
     )
     scheduling_policy: str = option(
-        "fcfs", "Order of waiting requests.", Group.SCHEDULING, choices=("fcfs", "priority"), of_host=True
+        "fcfs", "Order of waiting requests.", Group.SCHEDULING, choices=("fcfs", "priority"), host_only=True
     )
-    async_scheduling: bool = advanced(True, "Schedule ahead of the running step.", Group.SCHEDULING, of_host=True)
+    async_scheduling: bool = advanced(True, "Schedule ahead of the running step.", Group.SCHEDULING, host_only=True)
     stream_interval: int = advanced(
         1,
         "Number of tokens per streamed chunk. The first and the last are sent immediately. Larger values take less CPU time.",
         Group.SCHEDULING,
         least=1,
-        of_host=True,
+        host_only=True,
     )
     speculative_config: str | dict[str, Any] | None = option(
         None,
@@ -187,21 +187,19 @@ class BasicOptions:
         "Precision of the sparse attention indexer's scores. float: --dtype, as in Transformers; else the format that DeepSeek's code has "
         "for the model, after a Hadamard rotation of queries and keys.",
         Group.KERNELS,
-        choices=("float", "fp8", INDEX_FORMAT),
+        choices=("float", *INDEX_FORMATS),
     )
     kernel_cache: str | None = advanced(
         None, "Directory from dsjax kernels build. Default: build at the first start.", Group.KERNELS
     )
     kernel_config: str | None = advanced(None, "Pallas tile sizes from dsjax tune. Default: computed.", Group.KERNELS)
     record_steps: str | None = advanced(
-        None, "New file for a recording of all steps, with token ids, for dsjax replay.", Group.KERNELS, of_host=True
+        None, "New file for a recording of all steps, with token ids, for dsjax replay.", Group.KERNELS, host_only=True
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineArgs(
-    GroupOptions, SideOptions, ExpertOptions, TierOptions, ApartOptions, BasicOptions
-):  # `--help` lists the last base first
+@dataclass(frozen=True, kw_only=True)  # `--help` lists the last base first
+class EngineArgs(GroupOptions, SideOptions, ExpertOptions, TierOptions, ApartOptions, BasicOptions):
     """The options of an engine, with vLLM's names where vLLM has the option. Validated at construction; sizes are per DP rank."""
 
     compile_ahead: int = advanced(
@@ -218,8 +216,8 @@ class EngineArgs(
         if self.mla_prefill is None:
             object.__setattr__(self, "mla_prefill", self.mla_decode if self.batch_invariant else "CC")
         super().__post_init__()
-        for name in ("speculation", "eplb", "num_redundant", "kv_events", "prefill"):
-            getattr(self, name)  # raises if the value is invalid
+        for parsed in ("speculation", "eplb", "num_redundant", "kv_events", "prefill"):
+            getattr(self, parsed)  # parses an option, and raises if its value is invalid
         check_sizes(self)
         check_combinations(self)
         check_apart(self)
@@ -230,24 +228,25 @@ class EngineArgs(
     @classmethod
     def from_options(cls, **options: Any) -> "EngineArgs":
         """Create the options from keyword arguments such as `LLM`'s. Raises a `UserError` for an unknown option or an invalid value."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = sorted(options.keys() - set(known))
+        names = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(options.keys() - set(names))
         if unknown:
-            raise UserError(f"unknown engine option {', '.join(unknown)}; the options are {', '.join(known)}")
+            raise UserError(f"unknown engine option {', '.join(unknown)}; the options are {', '.join(names)}")
         return cls(**options)
 
     @property
     def num_devices(self) -> int:
-        """Total number of devices of all meshes."""
+        """Number of devices of this engine's meshes, without experts in other processes; of an expert process, its own devices."""
         from sharding.mesh import MeshSpec
 
-        if not self.separated:
-            if self.afd_role == "expert":
-                return expert_share(self).devices
-            experts = expert_spec(self)
-            beside = experts.num_devices if experts and self.afd_role != "attention" else 0
-            return beside + MeshSpec.parse(self.mesh).num_devices
-        return sum(MeshSpec.parse(mesh).num_devices for mesh in (self.decode_mesh, self.prefill_mesh))
+        if self.separated:
+            return sum(MeshSpec.parse(mesh).num_devices for mesh in (self.decode_mesh, self.prefill_mesh))
+        if self.afd_role == "expert":
+            return expert_share(self).devices
+        num_devices = MeshSpec.parse(self.mesh).num_devices
+        if self.expert_mesh is not None and self.afd_role != "attention":
+            num_devices += expert_spec(self).num_devices
+        return num_devices
 
     def page_size_of(self, config: ModelConfig) -> int:
         """Return the number of tokens per page."""
@@ -289,6 +288,6 @@ class EngineArgs(
 EXECUTOR_OPTIONS = tuple(
     field.name
     for field in dataclasses.fields(EngineArgs)
-    if not (field.metadata.get("of_host") or field.metadata["group"] is Group.HOSTS)
+    if not (field.metadata.get("host_only") or field.metadata["group"] is Group.HOSTS)
 )
 """Names of the options that an executor depends on. A dry run has the same options."""

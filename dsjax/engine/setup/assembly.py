@@ -16,7 +16,7 @@ from dsjax.engine.device import expert_programs
 from dsjax.engine.device.process import cache_folder
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.batch_invariance import check_batch_invariant
-from dsjax.engine.setup.combinations import check_family
+from dsjax.engine.setup.combinations import FAMILIES, check_against
 from dsjax.engine.setup.expert_location import ExpertLocation
 from dsjax.engine.setup.fitting import check_layout
 from dsjax.errors import UserError
@@ -67,7 +67,7 @@ def make_step(
             "JAX_ENABLE_X64 is on, under which JAX counts in 64 bits; dsjax computes in float32 and less. Unset it, or call "
             'jax.config.update("jax_enable_x64", False)'
         )
-    check_family(args, config.model_type)
+    check_against(args, FAMILIES.get(config.model_type))
     if mtp and not config.num_nextn_predict_layers:
         raise UserError(
             "--speculative-config drafts with the model's MTP module, but this model has none (num_nextn_predict_layers is 0, "
@@ -81,7 +81,7 @@ def make_step(
     scheme = activation_scheme(args, config, weights, device)
     prefill_form, decode_form = form_of(args.mla_prefill), form_of(args.mla_decode)
     indexer = config.attention.indexer
-    indexed = indexer and indexer.head_dim, _has_power_scales(config), config.v4 is not None
+    indexed = indexer and indexer.head_dim, _has_power_scales(config), config.attention.index_format
     index_scores = IndexScores.parse(args.index_scores, *indexed)
     expert_side = expert_spec(args)
     expert_mesh = expert_side or spec
@@ -91,11 +91,12 @@ def make_step(
     placement = expert_placement(config, expert_mesh, args.num_redundant, mtp=mtp)
     if args.init_expert_location is not None:
         placement = _placement_from_file(args, config, expert_mesh, placement)
-    fusion, is_first, is_last = args.enable_shared_experts_fusion, True, True
+    fusion = args.enable_shared_experts_fusion
     if stage is not None:
         placement = stage.placement(placement, config)
-        config, is_first, is_last = stage.config(config), stage.begins, stage.ends
-        mtp, fusion = mtp and is_last, fusion and config.is_moe
+        config = stage.config(config)
+        mtp = mtp and stage.is_last
+        fusion = fusion and config.is_moe
     table = parameter_table(
         config,
         weights=weights,
@@ -105,8 +106,8 @@ def make_step(
         materialise=prefill_form.materialised or decode_form.materialised,
         derived_dtype=dtype,
         mtp=mtp,
-        begins=is_first,
-        ends=is_last,
+        begins=stage is None or stage.is_first,
+        ends=stage is None or stage.is_last,
     )
     step = ModelStep(
         config=config,
@@ -193,7 +194,8 @@ def _check_experts(args: EngineArgs, config: ModelConfig, weights: Weights) -> N
 
 def experts_apart(args: EngineArgs, infos: Mapping[str, ParameterInfo]) -> ExpertsApart:
     """Return the description of the experts on `--expert-mesh`. infos: their parameters."""
-    spec, is_remote = expert_spec(args), args.afd_role == "attention"
+    spec = expert_spec(args)
+    is_remote = args.afd_role == "attention"
     parts = len(afd_addresses(args)) if is_remote else spec.ep_size
     return ExpertsApart(spec, parts, padded=not is_remote, infos=infos)
 
@@ -246,11 +248,11 @@ def _kernels(
         ("decode attention", "prefill attention"): tpu_attention.refuses(args.page_size_of(config), cache_dtype),
         ("experts",): _refuses_experts(config, spec, weights, scheme) if config.is_moe else "",
     }
-    left = tuple(name for names, reason in refused.items() if reason for name in names)
+    plain_operations = tuple(name for names, reason in refused.items() if reason for name in names)
     if not WEIGHT_FORMATS[weights].keeps_fp8 or scheme.dynamic:
-        left += ("other products",)  # with other weights XLA's products are as good: no note
+        plain_operations += ("other products",)  # with other weights XLA's products are as good: no note
     return dataclasses.replace(
-        kernels, left_plain=left, note="; ".join(filter(None, (kernels.note, *refused.values())))
+        kernels, left_plain=plain_operations, note="; ".join(filter(None, (kernels.note, *refused.values())))
     )
 
 
@@ -262,7 +264,8 @@ def _refuses_experts(config: ModelConfig, spec: MeshSpec, weights: Weights, sche
         )
     if scheme.dynamic:
         return "the experts' kernels for TPUs quantise no activations: experts are plain"
-    depth, width = config.hidden_size, config.moe_intermediate_size // spec.expert_width_shards
+    depth = config.hidden_size
+    width = config.moe_intermediate_size // spec.expert_width_shards
     if not tpu_products.takes(depth, width):
         return f"the experts' kernels for TPUs take widths that 128 divides, and a device's are {depth} × {width}: experts are plain"
     return ""
@@ -302,24 +305,25 @@ def activation_scheme(args: EngineArgs, config: ModelConfig, weights: Weights, d
     Raises:
         UserError: ``dynamic`` without FP8 weights, or a format of the experts' rows that differs from the format of their weights.
     """
-    chosen, row = args.activation_scheme, WEIGHT_FORMATS[weights]
+    scheme = args.activation_scheme
+    row = WEIGHT_FORMATS[weights]
     powers = _has_power_scales(config)
-    if chosen in ROW_FORMATS:
-        if chosen not in row.row_formats:
+    if scheme in ROW_FORMATS:
+        if scheme not in row.row_formats:
             raise UserError(
-                f"--activation-scheme {chosen} multiplies rows with experts of the same format, and --weights is {args.weights}; add "
-                f"--weights {chosen} or {chosen}-bf16, or leave it out"
+                f"--activation-scheme {scheme} multiplies rows with experts of the same format, and --weights is {args.weights}; add "
+                f"--weights {scheme} or {scheme}-bf16, or leave it out"
             )
-        return ActivationScheme(dynamic=True, powers=powers, experts=chosen)
-    if row.experts != "fp8" and not (row.quantises_rows and chosen == "dynamic"):
-        if chosen == "dynamic":
+        return ActivationScheme(dynamic=True, powers=powers, experts=scheme)
+    if row.experts != "fp8" and not (row.quantises_rows and scheme == "dynamic"):
+        if scheme == "dynamic":
             raise UserError(
                 "--activation-scheme dynamic quantises activations for products with quantised weights, and --weights is "
                 f"{args.weights}; add --weights fp8, or leave it out"
             )
         return WIDEN
     multiplies = device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) >= FIRST_WITH_FP8
-    dynamic = multiplies if chosen == "auto" else chosen == "dynamic"
+    dynamic = multiplies if scheme == "auto" else scheme == "dynamic"
     return ActivationScheme(dynamic, powers) if dynamic else WIDEN
 
 
@@ -368,7 +372,8 @@ def _placement_from_file(
     if location.physical_to_logical is not None and _fits(location.physical_to_logical, layers, slots):
         placed = location.physical_to_logical[: len(rows)]
     elif location.logical_load is not None and _fits(location.logical_load, layers, experts):
-        load, policy = location.logical_load[: len(rows)], args.eplb.policy if args.eplb else "auto"
+        load = location.logical_load[: len(rows)]
+        policy = args.eplb.policy if args.eplb else "auto"
         placed = rebalance(load, n_physical=slots, ranks=spec.ep_size, groups=config.n_group, policy=policy)
     else:
         tables = {name: getattr(location, name) for name in ("physical_to_logical", "logical_load")}
@@ -401,7 +406,8 @@ def experts_per_exchange(args: EngineArgs, step: ModelStep) -> int:
             f"--enable-eplb is given, but with --mesh {step.spec} every device holds all experts; leave it out, or use a mesh "
             "with a larger ep"
         )
-    least, most = expert_programs.received_bytes(step), args.eplb.max_bytes_per_step
+    least = expert_programs.received_bytes(step)
+    most = args.eplb.max_bytes_per_step
     if most < least:
         raise UserError(
             f"--eplb-config has max_bytes_per_step {most:,}, but to move one expert a device receives {least:,} bytes; give that or more"

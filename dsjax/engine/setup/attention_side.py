@@ -52,7 +52,7 @@ def connect_experts(
     except LinkClosedError as error:
         group.check(error)
         raise
-    attention.meet()
+    attention.connect()
     return side
 
 

@@ -15,12 +15,12 @@ def check_batch_invariant(step: ModelStep, platform: str) -> None:
     if step.is_exact:
         return
     if platform != "cpu":
-        found = f"the devices are {platform}, where the order of sums follows the batch (dsjax dryrun --reductions lists them)"
+        problem = f"the devices are {platform}, where the order of sums follows the batch (dsjax dryrun --reductions lists them)"
     elif step.kernels.native is None:
-        found = step.kernels.note or f"--kernels leaves {step.kernels.name('other products')} ones"
+        problem = step.kernels.note or f"--kernels leaves {step.kernels.name('other products')} ones"
     else:
         others = [name for name, by in step.implementations.items() if by != "native"]
-        found = f"{' and '.join(others)} have none for a cache in {step.cache_dtype.name} (--kv-cache-dtype)"
+        problem = f"{' and '.join(others)} have none for a cache in {step.cache_dtype.name} (--kv-cache-dtype)"
     raise UserError(
-        f"--batch-invariant needs the native kernels, which compute in float32 on CPUs, for every product, but {found}; leave it out"
+        f"--batch-invariant needs the native kernels, which compute in float32 on CPUs, for every product, but {problem}; leave it out"
     )

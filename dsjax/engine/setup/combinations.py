@@ -3,36 +3,36 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from dsjax.config.deepseek_v4 import REFUSED
+from dsjax.config import families
 from dsjax.engine.text.prompt_encoder import ENCODERS
 from dsjax.errors import UserError
 
 
 class Choice(NamedTuple):
-    """An option, or a value of an option. is_made: whether `EngineArgs` have it."""
+    """An option, or a value of an option."""
 
     text: str
-    is_made: Callable[[Any], bool]
+    is_made: Callable[[Any], bool]  # whether `EngineArgs` have it
 
     def __str__(self) -> str:
         return self.text
 
 
 class Exclusion(NamedTuple):
-    """Two choices that exclude each other. advice: what to do; empty: leave one of them out."""
+    """Two choices that exclude each other."""
 
     one: Choice
     other: Choice
     reason: str
-    advice: str = ""
+    advice: str = ""  # what to do; empty: leave one of them out
 
 
 class Need(NamedTuple):
-    """A choice that has no effect without another one. advice: what to do; empty: give both, or leave it out."""
+    """A choice that has no effect without another one."""
 
     one: Choice
     other: Choice
-    advice: str = ""
+    advice: str = ""  # what to do; empty: give both, or leave it out
 
 
 def _is_set(name: str) -> Choice:
@@ -78,14 +78,16 @@ CUSTOM_CLASS = Choice(
     lambda args: any(isinstance(value, type) for value in (args.dispatch, args.mla_prefill, args.mla_decode)),
 )
 COMPILE_AHEAD = Choice("--compile-ahead", lambda args: args.compile_ahead not in (0, type(args).compile_ahead))
-FAMILIES = {"deepseek_v4": Choice("a deepseek_v4 model", lambda args: False)}
-"""Model families by `model_type`, which is known only once the model's configuration is read (`check_family`)."""
-_REFUSED_VALUES = {
-    "mla_prefill": Choice(
-        "--mla-prefill", lambda args: args.mla_prefill != (args.mla_decode if args.batch_invariant else "CC")
-    ),
+FAMILIES = {
+    name: Choice(f"a {name} model", lambda args: False)
+    for name, family in families.FAMILIES.items()
+    if not family.has_forms
 }
-"""Options for which a family refuses only some values."""
+"""Model families without MLA by `model_type`, which is known only once the model's configuration is read (`check_against`)."""
+MLA_FORMS = (
+    Choice("--mla-prefill", lambda args: args.mla_prefill != (args.mla_decode if args.batch_invariant else "CC")),
+    _is_set("mla_decode"),
+)
 
 _STAGE_PAGES = "with pipeline stages, each stage has a part of every KV page, and parts cannot be transferred"
 _ATTENTION_ONLY = "prompts are computed on --attention-mesh"
@@ -151,10 +153,7 @@ EXCLUSIONS = (
         "the balancer sees only the loads of its own process's stages",
         "place experts at the start (--redundant-experts, --init-expert-location), or put all stages in one process",
     ),
-    *(
-        Exclusion(_REFUSED_VALUES.get(name, _is_set(name)), FAMILIES["deepseek_v4"], reason, "leave it out")
-        for name, reason in REFUSED.items()
-    ),
+    *(Exclusion(form, family, "it has no MLA", "leave it out") for family in FAMILIES.values() for form in MLA_FORMS),
 )
 """Pairs of choices that exclude each other."""
 
@@ -191,17 +190,10 @@ def check_combinations(args: Any) -> None:
             raise _refusal(pair)
 
 
-def check_family(args: Any, model_type: str) -> None:
-    """Raise a `UserError` for options that the family of a `model_type` does not support."""
+def check_against(args: Any, other: Choice | None) -> None:
+    """Raise a `UserError` for options that exclude `other`, which is not an option: a value of `FAMILIES`, or `SEVERAL_PROCESSES`."""
     for pair in EXCLUSIONS:
-        if pair.other is FAMILIES.get(model_type) and pair.one.is_made(args):
-            raise _refusal(pair)
-
-
-def check_group(args: Any) -> None:
-    """Raise a `UserError` for options that exclude several processes. Call it if the launcher of this process has started several."""
-    for pair in EXCLUSIONS:
-        if pair.other is SEVERAL_PROCESSES and pair.one.is_made(args):
+        if pair.other is other and pair.one.is_made(args):
             raise _refusal(pair)
 
 

@@ -23,33 +23,33 @@ FLAG = "--init-expert-location"
 
 @dataclass(frozen=True, eq=False)
 class ExpertLocation:
-    """A file's content, at least one table. logical_load: ``[layers, experts]``, tokens. physical_to_logical: ``[layers, slots]``."""
+    """A file's content, at least one table."""
 
     model: str
-    logical_load: Float[np.ndarray, "L E"] | None
-    physical_to_logical: Int[np.ndarray, "L P"] | None
+    logical_load: Float[np.ndarray, "L E"] | None  # ``[layers, experts]``, tokens
+    physical_to_logical: Int[np.ndarray, "L P"] | None  # ``[layers, slots]``
 
     @classmethod
     def read(cls, path: str | Path) -> ExpertLocation:
         """Read a file. Raise a `UserError` that says what was found if the file cannot be read or has another form."""
         try:
-            given = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise UserError(f"{FLAG}: {path} cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise UserError(f"{FLAG}: {path} is not JSON: {error}") from error
-        if not isinstance(given, dict) or given.get("version") != VERSION:
-            version = given.get("version") if isinstance(given, dict) else None
+        if not isinstance(content, dict) or content.get("version") != VERSION:
+            version = content.get("version") if isinstance(content, dict) else None
             raise UserError(
                 f"{FLAG}: {path} has version {version!r}, expected {VERSION}: an object with logical_load, physical_to_logical or "
                 "both, as POST /dump_expert_distribution_record gives it"
             )
-        load, places = (_table(path, given, name) for name in ("logical_load", "physical_to_logical"))
+        load, places = (_table(path, content, name) for name in ("logical_load", "physical_to_logical"))
         if load is None and places is None:
             raise UserError(f"{FLAG}: {path} has neither logical_load nor physical_to_logical")
         if places is not None and (places != np.round(places)).any():
             raise UserError(f"{FLAG}: {path} has physical_to_logical with values that are no integers")
-        return cls(str(given.get("model", "")), load, None if places is None else places.astype(np.int32))
+        return cls(str(content.get("model", "")), load, None if places is None else places.astype(np.int32))
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of the file."""
@@ -58,8 +58,8 @@ class ExpertLocation:
         return {"version": VERSION, "model": self.model, **tables}
 
 
-def _table(path: str | Path, given: dict, name: str) -> np.ndarray | None:
-    value = given.get(name)
+def _table(path: str | Path, content: dict, name: str) -> np.ndarray | None:
+    value = content.get(name)
     if value is None:
         return None
     try:

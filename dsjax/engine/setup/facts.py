@@ -13,7 +13,7 @@ from dsjax.engine.device import cache as device_cache
 from dsjax.engine.device.buckets import Buckets, Rectangle
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import dispatch_method
-from dsjax.engine.setup.sizes import page_bytes
+from dsjax.engine.setup.sizes import EngineLayout
 from dsjax.model.forms import Form
 from dsjax.model.parameters import device_bytes
 from dsjax.model.rows import GroupShape
@@ -22,17 +22,14 @@ from dsjax.model.step import ModelStep
 
 @dataclass(frozen=True)
 class PrefillSizes:
-    """Sizes of the prefill engine beside a decode engine. Fields as in `EngineFacts`, except:
-
-    max_model_len: maximum prompt tokens, plus one; the decode engine computes longer prompts itself.
-    """
+    """Sizes of the prefill engine beside a decode engine, named as in `EngineFacts`."""
 
     dp_ranks: int
     max_num_seqs: int
     max_num_batched_tokens: int
     prefill_chunk: int
     cache_tokens: int
-    max_model_len: int
+    max_model_len: int  # maximum prompt tokens, plus one; the decode engine computes longer prompts itself
 
     @classmethod
     def of(cls, facts: EngineFacts) -> PrefillSizes:
@@ -42,69 +39,53 @@ class PrefillSizes:
 
 @dataclass(frozen=True)
 class StageFacts:
-    """One pipeline stage. layers: first and last, counted in the whole model. Bytes are per device of the stage."""
+    """One pipeline stage. Bytes are per device of the stage."""
 
-    layers: tuple[int, int]
+    layers: tuple[int, int]  # first and last, counted in the whole model
     weight_bytes: int
     cache_bytes: int
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """Description of a loaded engine, for the start-up screen and `/server_info`. Bytes are per device unless stated otherwise.
-
-    Attributes:
-        mesh: the user's mesh option, normalised. mesh_shape: sizes of the physical axes, in order.
-        device_kind: JAX's name of a device, e.g. `cpu` or `NVIDIA H200`.
-        dispatch: method of the largest batch of each kind, e.g. `{"prefill": "ragged", "decode": "padded"}`; `local` if one device has all
-            experts, `none` without experts. With `auto`, smaller batches may use another method (docs/dispatch.md).
-        kernels: operation to implementation, e.g. `{"experts": "native"}` (`dsjax/kernels/table.py`); kernels_note: why no faster one.
-        activation_scheme: `--activation-scheme` as resolved. weight_bytes: by component.
-        cache_tokens, host_cache_tokens, disk_cache_tokens: token slots of KV cache, host memory and disk, summed over all DP
-            ranks.
-        max_model_len: maximum prompt + output, limited by the model, `--max-model-len` and the cache of a DP rank.
-        max_num_seqs, max_num_batched_tokens, prefill_chunk: per DP rank, see `EngineArgs`; a step's size caps the last.
-        prefill_meshes, prefill_sizes: of the prefill engine beside this one; empty and None without it.
-        page_bytes: of one page, all layers, on all devices of a DP rank.
-        expert_mesh: mesh of the disaggregated routed experts, e.g. `ep=24`. expert_weight_bytes: per device of that mesh.
-        speculation: fields of `--speculative-config`; None without speculative decoding.
-        stages: the stages of `--mesh pp=…`; `weight_bytes` and `cache_bytes` are then of the stage with the most weights.
-    """
+    """Description of a loaded engine, for the start-up screen and `/server_info`. Bytes are per device unless stated otherwise."""
 
     model: str
     parameters: int
-    mesh: str
-    mesh_shape: dict[str, int]
+    mesh: str  # the user's mesh option, normalised
+    mesh_shape: dict[str, int]  # sizes of the physical axes, in order
     platform: str
-    device_kind: str
+    device_kind: str  # JAX's name of a device, e.g. `cpu` or `NVIDIA H200`
     num_devices: int
     num_processes: int
     dp_ranks: int
     physical_experts_per_device: int
     dtype: str
     weights: str
+    # Method of the largest batch of each kind, e.g. `{"prefill": "ragged", "decode": "padded"}`; `local` if one device has all experts,
+    # `none` without experts. With `auto`, smaller batches may use another method (docs/dispatch.md).
     dispatch: dict[str, str]
-    mla: dict[str, str]
-    weight_bytes: dict[str, int]
-    cache_bytes: int
-    cache_tokens: int
+    mla: dict[str, str]  # `prefill` and `decode` to the form of attention
+    weight_bytes: dict[str, int]  # by component; with stages, of the stage with the most weights
+    cache_bytes: int  # likewise
+    cache_tokens: int  # token slots of KV cache on all DP ranks
     page_size: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    prefill_chunk: int
-    host_cache_tokens: int = 0
-    disk_cache_tokens: int = 0
-    page_bytes: int = 0
-    speculation: dict[str, Any] | None = None
-    kernels: dict[str, str] = field(default_factory=dict)
-    kernels_note: str = ""
-    prefill_meshes: list[str] = field(default_factory=list)
-    prefill_sizes: PrefillSizes | None = None
-    activation_scheme: str = "none"
-    expert_mesh: str | None = None
-    expert_weight_bytes: int = 0
-    stages: list[StageFacts] = field(default_factory=list)
+    max_model_len: int  # maximum prompt + output, limited by the model, `--max-model-len` and the cache of a DP rank
+    max_num_seqs: int  # per DP rank
+    max_num_batched_tokens: int  # per DP rank
+    prefill_chunk: int  # per DP rank; at most `max_num_batched_tokens`
+    host_cache_tokens: int = 0  # token slots in host memory for all DP ranks
+    disk_cache_tokens: int = 0  # token slots on the disk, which all DP ranks share
+    page_bytes: int = 0  # of one page, all layers, on all devices of a DP rank
+    speculation: dict[str, Any] | None = None  # fields of `--speculative-config`; None without speculative decoding
+    kernels: dict[str, str] = field(default_factory=dict)  # operation to implementation (`dsjax/kernels/table.py`)
+    kernels_note: str = ""  # why no faster implementation is used
+    prefill_meshes: list[str] = field(default_factory=list)  # of the prefill engine beside this one
+    prefill_sizes: PrefillSizes | None = None  # of the prefill engine beside this one
+    activation_scheme: str = "none"  # `--activation-scheme` as resolved
+    expert_mesh: str | None = None  # mesh of the disaggregated routed experts, e.g. `ep=24`
+    expert_weight_bytes: int = 0  # per device of `expert_mesh`
+    stages: list[StageFacts] = field(default_factory=list)  # of `--mesh pp=…`
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object with the same names."""
@@ -112,16 +93,16 @@ class EngineFacts:
 
 
 def describe_engine(
-    args: EngineArgs,
-    step: ModelStep,
-    limits: ExecutorLimits,
-    buckets: Buckets,
-    params: Mapping[str, Array],
-    weights: str,
+    args: EngineArgs, layout: EngineLayout, limits: ExecutorLimits, params: Mapping[str, Array], weights: str
 ) -> EngineFacts:
     """Return the facts of an engine loaded with these options."""
-    spec, config, device = step.spec, step.config, step.mesh.devices.flat[0]
-    apart, infos = step.apart, dict(step.table.infos)
+    step = layout.step
+    buckets = layout.buckets
+    spec = step.spec
+    config = step.config
+    device = step.mesh.devices.flat[0]
+    apart = step.apart
+    infos = dict(step.table.infos)
     if apart is not None:
         infos |= apart.infos
     cache_bytes = device_cache.bytes_per_page(step) * limits.pages_per_rank
@@ -143,6 +124,7 @@ def describe_engine(
         mla={"prefill": step.prefill_form.name, "decode": step.decode_form.name},
         weight_bytes=device_bytes(params),
         cache_bytes=cache_bytes,
+        # Page 0 of each rank is the null page.
         cache_tokens=(limits.pages_per_rank - 1) * limits.page_size * limits.num_ranks,
         page_size=limits.page_size,
         max_model_len=args.scheduler_config(limits).max_request_len,
@@ -150,7 +132,7 @@ def describe_engine(
         max_num_batched_tokens=args.max_num_batched_tokens,
         prefill_chunk=limits.max_chunk,
         disk_cache_tokens=limits.disk_pages * limits.page_size,
-        page_bytes=page_bytes(args, step),
+        page_bytes=layout.page_bytes(),
         host_cache_tokens=limits.host_pages_per_rank * limits.page_size * limits.num_ranks,
         speculation=None if args.speculation is None else asdict(args.speculation),
         kernels=step.implementations,
@@ -167,7 +149,7 @@ def _dispatch_methods(step: ModelStep, buckets: Buckets) -> dict[str, str]:
     def method(rectangles: Iterable[Rectangle], form: Form) -> str:
         rows, chunk = max(rectangles, key=lambda rectangle: rectangle.rows * rectangle.chunk)
         group = GroupShape(rows, chunk, 1, form)
-        return dispatch_method(step, group.tokens, halved=step.in_halves([group]))
+        return dispatch_method(step, group.tokens, halved=step.runs_in_halves([group]))
 
-    decodes = (rectangle for rectangle, _, _ in buckets.shapes() if rectangle)
+    decodes = (decode for decode, _, _ in buckets.shapes() if decode)
     return {"prefill": method(buckets.prefill, step.prefill_form), "decode": method(decodes, step.decode_form)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
@@ -44,7 +43,7 @@ from dsjax.engine.setup.spaces import page_space
 from dsjax.engine.setup.stages import OwnStages, check_shares, placement_of_all
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
-from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError, has_tokenizer
+from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError, has_tokenizer, read_json
 from dsjax.engine.tiers.disk_pages import DiskPages, Shapes
 from dsjax.engine.tiers.divided_pages import DividedPages
 from dsjax.engine.tiers.offloaded_pages import OffloadedPages
@@ -54,6 +53,7 @@ from dsjax.hosts.group import HostGroup
 from dsjax.hosts.options import address_of_this_host, means_loopback
 from dsjax.model.derived import materialise
 from dsjax.model.step import ModelStep
+from dsjax.model.window import ParameterWindow
 from sharding import MeshSpec
 from sharding.layer_placement import LayerPlacements
 
@@ -126,6 +126,7 @@ def load_model(
 class _Loader:
     """Loads one model for `load_model`; the fields are its arguments.
 
+    Construction opens the checkpoint, builds the meshes (which initializes JAX), enables the compile cache and, with stages, clears `held`.
     Each pipeline stage of this process has a layout, parameters and an executor; without stages there is one of each.
     """
 
@@ -143,18 +144,18 @@ class _Loader:
         self.checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
         self.config, self.directory = self.checkpoint.config, self.checkpoint.directory
         # Before a mesh is built, since that initializes JAX and its emulated devices.
-        experts, weights = expert_spec(args), "bf16" if args.weights == "auto" else args.weights
-        check_layout(self.config, spec.stage, args.num_redundant, weights, experts, args.moe_dense_tp_size)
+        expert_mesh_spec, assumed = expert_spec(args), "bf16" if args.weights == "auto" else args.weights
+        check_layout(self.config, spec.stage, args.num_redundant, assumed, expert_mesh_spec, args.moe_dense_tp_size)
         self.stages: OwnStages | None = None
         expert_mesh: Mesh | None = None
         if spec.pp_size > 1:
             self.held.clear()  # a stage reads its parameters as parts of the whole model's
             self.stages = OwnStages.of(args, self.config, group)
             meshes = self.stages.meshes
-        elif experts is None or args.afd_role == "attention":
+        elif expert_mesh_spec is None or args.afd_role == "attention":
             meshes = [self.mesh or spec.build()]
         else:
-            mesh, expert_mesh = build_both(spec, experts)
+            mesh, expert_mesh = build_both(spec, expert_mesh_spec)
             meshes = [mesh]
         if group is not None and not self.is_later and self.stages is None:
             check_shares(spec, {device.process_index for device in meshes[0].devices.flat}, group)
@@ -168,23 +169,27 @@ class _Loader:
         ]
         self.steps = [layout.step for layout in self.layouts]
         self.step = self.steps[-1]  # with stages, the last one of this process
-        self.weights = weights_format(args, self.config, self.step.dtype, self.checkpoint.bf16_experts)
-        self.experts: Side | None = None if expert_mesh is None else ExpertSide(self.step.apart, expert_mesh)
+        self.weights_format = weights_format(args, self.config, self.step.dtype, self.checkpoint.bf16_experts)
+        self.expert_side: Side | None = None if expert_mesh is None else ExpertSide(self.step.apart, expert_mesh)
 
     def load(self, lock: PageFolder | None, opened: contextlib.ExitStack) -> LoadedEngine:
         """Read the weights and create the executor. lock: the folder of `--disk-cache`. opened: resources to close on failure."""
         args, group, directory = self.args, self.group, self.directory
-        if self.step.apart is not None and self.experts is None:
+        if self.step.apart is not None and self.expert_side is None:
             name, known = self.held.name, self.is_later
-            self.experts = connect_experts(args, self.step, directory, group, name, opened, known=known)
+            self.expert_side = connect_experts(args, self.step, directory, group, name, opened, known=known)
         params, sources = self._read_all()
         limits = self._limits(params) if group is None else common_limits(group, lambda: self._limits(params))
         facts = [
-            describe_engine(args, layout.step, limits, layout.buckets, one, self.weights)
+            describe_engine(args, layout, limits, one, self.weights_format)
             for layout, one in zip(self.layouts, params, strict=True)
         ]
         space = page_space(args, self.step, directory) if lock or limits.transfers else None
-        disk = lock and (lambda *arrays: DiskPages(PageFiles(lock, space, *arrays), args.disk_cache_bytes))
+
+        def make_disk(shapes: Shapes, windows: Collection[str]) -> DiskPages:
+            return DiskPages(PageFiles(lock, space, shapes, windows), args.disk_cache_bytes)
+
+        disk = None if lock is None else make_disk
         with explained_out_of_memory("its cache was made", SMALLER_CACHE):
             pages = DividedPages(len(self.steps), disk) if disk and self.stages else None
             executors = [
@@ -197,7 +202,8 @@ class _Loader:
         opened.callback(lambda: executor.shutdown())  # late-bound: a wrapper may replace it below
         if group is not None and group.is_leader and len(group.present) > 1:
             executor = LeaderExecutor(executor, group)
-            opened.callback(group.leave, "its engine could not be started")  # first, so that the others learn why
+            # Runs before shutdown, because callbacks run last-in-first-out, so that the others learn why.
+            opened.callback(group.leave, "its engine could not be started")
         if args.record_steps is not None and (group is None or group.is_leader):
             device = self.step.mesh.devices.flat[0]
             first = describe_recording(args.executor_options, executor.limits, fingerprint(directory), device)
@@ -241,40 +247,50 @@ class _Loader:
                 if pool is not None:
                     pool = replace(pool, used=pool.used - held.device_bytes(step.mesh.local_devices[0]))
                 check_device_memory(args, step, pool)
-        options: dict[str, Any] = {"progress": self.show_progress} | ({} if self.stages else {"held": held})
+        # With stages, `held` is empty and only counts the bytes.
+        options: dict[str, Any] = {"progress": self.show_progress, "held": held}
         if group is not None:
             options["check"] = partial(group.check_epoch, group.epoch, "its weights were loaded")
         with explained_out_of_memory("its weights were loaded", SMALLER):
-            return [self._reader(step)(self.checkpoint, step.stored_placement, **options) for step in self.steps]
+            return [
+                self._reader(step)(self.checkpoint, step.with_shared_slots(step.placement), **options)
+                for step in self.steps
+            ]
 
     def _reader(self, step: ModelStep) -> Callable[..., dict[str, Array]]:
-        """Return a function that reads a step's parameters (all, or the paths `only`) for a placement. It does not capture `self`."""
-        config, weights, experts, mtp = self.config, self.weights, self.experts, self.args.speculation is not None
+        """Return a function that reads a step's parameters (all, or the paths `only`) for a placement.
 
-        def read(source: Checkpoint | Path, placement: LayerPlacements | None, **options: Any) -> dict[str, Array]:
-            whole = config
+        The function also sets the parameters of an `ExpertSide`. It does not capture `self`: the executor keeps the function, to read
+        experts that move, and would keep this loader and its open checkpoint.
+        """
+        config, side = self.config, self.expert_side
+        load_format = partial(load, weights=self.weights_format, mtp=self.args.speculation is not None)
+
+        def read(
+            source: Checkpoint | Path, placement: LayerPlacements | None, only: Collection[str] | None = None, **options
+        ) -> dict[str, Array]:
+            whole, window = config, ParameterWindow()
             if step.stage is not None:
-                options = {"only": step.table.infos, "window": step.stage.window(config)} | options
-                whole = step.stage.in_whole(config)
-            if step.apart is not None:
-                options["only"] = step.table.infos
+                whole, window = step.stage.in_whole(config), step.stage.window(config)
+            if step.apart is not None or (step.stage is not None and only is None):
+                only = step.table.infos
             if not step.config.is_moe:
                 placement = None
             elif step.stage is not None:
                 placement = placement_of_all(config, step, placement)
-            options |= {"placement": placement, "weights": weights, "mtp": mtp}
-            if isinstance(experts, ExpertSide):
-                experts.params = load(whole, source, experts.mesh, experts.rules, **options | {"only": experts.infos})
-            return load(whole, source, step.mesh, step.rules, **options)
+            read_onto = partial(load_format, whole, source, placement=placement, window=window, **options)
+            if isinstance(side, ExpertSide):
+                side.params = read_onto(side.mesh, side.rules, only=side.infos)
+            return read_onto(step.mesh, step.rules, only=only)
 
         return read
 
     def _mover(self, step: ModelStep, per_exchange: int) -> PartMaker:
         """Return the maker of the part that moves disaggregated experts."""
-        side, writer = self.experts, None
+        side, writer = self.expert_side, None
         if isinstance(side, ExpertSide):
             platform = side.mesh.devices.flat[0].platform
-            reader = ExpertReader(self.config, self.checkpoint, self.weights, platform, mtp=step.has_module)
+            reader = ExpertReader(self.config, self.checkpoint, self.weights_format, platform, mtp=step.has_mtp)
             writer = SlotWriter(side, step.config.layer_runs, step.placement.physical_to_logical, reader.read)
             writer.rehearse()
         return lambda device, _: ExpertPart(device, per_exchange, writer)
@@ -282,7 +298,7 @@ class _Loader:
     def _limits(self, params: Sequence[Mapping[str, Array]]) -> ExecutorLimits:
         """Return limits with the pages that fit the devices with the least memory."""
         each = [
-            layout.limits(self.args, self.library, one, None, self.experts)
+            layout.limits(self.args, self.library, params=one, used=None, experts=self.expert_side)
             for layout, one in zip(self.layouts, params, strict=True)
         ]
         least = min(each, key=lambda limits: limits.pages_per_rank)
@@ -308,8 +324,8 @@ class _Loader:
         if args.page_source is not None:
             parts.append(import_page_source(args.page_source).device_part)
         if apart:
-            if isinstance(self.experts, ExpertSide):
-                parts.append(lambda device, _: ExpertSidePart(device, self.experts))
+            if isinstance(self.expert_side, ExpertSide):
+                parts.append(lambda device, _: ExpertSidePart(device, self.expert_side))
             else:
                 parts.append(remote_part(args, directory))
             if args.eplb:
@@ -317,7 +333,7 @@ class _Loader:
         elif per_exchange:
 
             def reload(paths: Sequence[str], placements: LayerPlacements) -> dict[str, Array]:
-                return read(directory, step.stored(placements), only=paths)
+                return read(directory, step.with_shared_slots(placements), only=paths)
 
             parts.append(lambda device, _: ExpertExchange(device, per_exchange, reload))
         shared = group is not None and step.stage is None
@@ -331,7 +347,7 @@ class _Loader:
             parts=parts,
             meet=(lambda: group.agreement.all_gather("compiled")) if shared else None,
             library=None if apart else self.library,  # it stores only steps that are a single program
-            experts=self.experts,
+            experts=self.expert_side,
         )
         opened.callback(executor.shutdown)
         return executor
@@ -369,12 +385,7 @@ def read_eos_token_ids(directory: str | Path, tokenizer: Tokenizer | None) -> tu
 
 
 def _eos_field(path: Path) -> set[int]:
-    if not path.is_file():
-        return set()
-    try:
-        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except ValueError as error:
-        raise TokenizerError(f"{path} is not JSON: {error}") from error
+    value = read_json(path).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
         raise TokenizerError(f"{path} has eos_token_id {value!r}, expected an integer of at least 0 or a list of them")

@@ -67,22 +67,22 @@ class SideOptions:
     """Options of an engine that prefills and decodes on different devices, or sends KV pages to another engine or receives them."""
 
     prefill_mesh: str | None = option(
-        None, "Mesh for prefills, with --decode-mesh and without --mesh.", Group.SIDES, of_host=True
+        None, "Mesh for prefills, with --decode-mesh and without --mesh.", Group.SIDES, host_only=True
     )
-    decode_mesh: str | None = option(None, "Mesh for decodes, with --prefill-mesh.", Group.SIDES, of_host=True)
+    decode_mesh: str | None = option(None, "Mesh for decodes, with --prefill-mesh.", Group.SIDES, host_only=True)
     prefill_config: str | dict[str, Any] | None = advanced(
         None,
         """Values for --prefill-mesh that override the options of the same names. JSON: '{"max_num_seqs": 16, "max_num_batched_tokens": """
         """16384, "prefill_chunk": 16384, "cache_tokens": 65536, "redundant_experts": 0}'.""",
         Group.SIDES,
-        of_host=True,
+        host_only=True,
     )
     local_prefill_tokens: int = advanced(
         64,
         "Prompts with fewer uncached tokens than this are prefilled on the decode mesh.",
         Group.SIDES,
         least=1,
-        of_host=True,
+        host_only=True,
     )
     transfer_timeout: int = advanced(
         TRANSFER_SECONDS,
@@ -90,14 +90,14 @@ class SideOptions:
         "pages that were not fetched.",
         Group.SIDES,
         least=1,
-        of_host=True,
+        host_only=True,
     )
     disaggregation_mode: str = option(
         "agg",
         "Role of this engine. agg: prefill and decode; others need dsjax dynamo.",
         Group.SIDES,
         choices=("agg", "prefill", "decode"),
-        of_host=True,
+        host_only=True,
     )
     disaggregation_transfer_backend: str = advanced(
         "jax",
@@ -105,10 +105,10 @@ class SideOptions:
         "install 'dsjax[nixl]').",
         Group.SIDES,
         choices=tuple(BACKENDS),
-        of_host=True,
+        host_only=True,
     )
     transfer_host: str | None = advanced(
-        None, "Address for the other side. Default: --host-address, or 127.0.0.1.", Group.SIDES, of_host=True
+        None, "Address for the other side. Default: --host-address, or 127.0.0.1.", Group.SIDES, host_only=True
     )
 
     @property

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from dsjax.checkpoint.source import Checkpoint
+from dsjax.config import ModelConfig
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.device import cache as device_cache
 from dsjax.engine.device import device_state, expert_programs
@@ -45,6 +46,7 @@ class EngineLayout:
     """A step, the shapes of its batches, and the sizes that bound them.
 
     sizes: sizes with the minimum number of pages. per_exchange: experts that a rank sends and receives at once; 0: experts do not move.
+    config: of the whole model, also if the step is of a stage.
     """
 
     step: ModelStep
@@ -52,6 +54,7 @@ class EngineLayout:
     buckets: Buckets
     num_drafts: int
     per_exchange: int
+    config: ModelConfig
 
     @classmethod
     def of(cls, args: EngineArgs, checkpoint: Checkpoint, mesh: Mesh, stage: Stage | None = None) -> EngineLayout:
@@ -63,7 +66,7 @@ class EngineLayout:
         sizes = _sizes(args, step)
         mixed = mesh.devices.flat[0].platform != "cpu"
         buckets = Buckets.covering(sizes.max_rows_decode, sizes.max_chunk, mixed=mixed, speculation=speculation)
-        return cls(step, sizes, buckets, args.num_drafts, per_exchange)
+        return cls(step, sizes, buckets, args.num_drafts, per_exchange, config)
 
     def limits(
         self,
@@ -79,14 +82,78 @@ class EngineLayout:
         experts: see ``LoweredPrograms``.
         """
         if self.step.mesh.devices.flat[0].platform == "cpu":
-            return _limits(args, self.step, self.sizes, None)
+            return self._limits(args, None)
         key, cached = (str(self.step.spec), self.step.stage), library.beside_the_cache
         if key not in cached:
             cached[key] = beside_the_cache(self.step, params, self.sizes, self.buckets, self.num_drafts, experts)
         moves = self.per_exchange and self.step.apart is None  # experts apart use memory of other devices
         moving = expert_programs.exchange_bytes(self.step, self.per_exchange) if moves else 0
         pool = Pool.of(self.step, cached[key] + moving + chunk_bytes(args, self.step))
-        return _limits(args, self.step, self.sizes, pool if pool is None or used is None else replace(pool, used=used))
+        return self._limits(args, pool if pool is None or used is None else replace(pool, used=used))
+
+    def _limits(self, args: EngineArgs, pool: Pool | None) -> ExecutorLimits:
+        """Return ``sizes`` with the requested number of pages, or as many as fit."""
+        step, sizes = self.step, self.sizes
+        wanted = (
+            -(-args.cache_tokens // step.page_size) if args.cache_tokens else sizes.max_rows_decode * sizes.max_pages
+        )
+        pages = device_cache.pages_that_fit(step, wanted + 1, pool, sizes.windows_per_rank)
+        room = (pages - 1) * step.page_size
+        if args.cache_tokens and room < args.cache_tokens:
+            raise UserError(
+                f"--cache-tokens is {args.cache_tokens:,}, but the memory of a device has room for {room:,} tokens; lower it to {room}, "
+                "or leave it out to take what fits"
+            )
+        if args.max_model_len and room < args.max_model_len:
+            cache_tokens = f", or raise --cache-tokens from {args.cache_tokens:,}" if args.cache_tokens else ""
+            raise UserError(
+                f"--max-model-len is {args.max_model_len:,}, but the cache of a DP rank holds {room:,} tokens, so a request of that length "
+                f"could never run; lower it{cache_tokens or ' or use a mesh of more devices'}"
+            )
+        on_disk = 0 if args.disk_cache is None else bytes_on_disk(self.page_bytes())
+        window_on_disk = bytes_on_disk(self.page_bytes("window")) if on_disk and sizes.windows_per_rank else 0
+        if args.disk_cache_bytes < on_disk + window_on_disk:
+            raise UserError(
+                f"--disk-cache-bytes is {args.disk_cache_bytes:,}, which is less than one page takes; give at least "
+                f"{on_disk + window_on_disk:,}"
+            )
+        host_pages, host_windows = self._host_pages(args)
+        return replace(
+            sizes,
+            pages_per_rank=pages,
+            windows_per_rank=device_cache.with_kept_windows(step, pages, sizes.windows_per_rank),
+            moves_pages=bool(sizes.transfers or args.page_source is not None or on_disk or host_pages),
+            host_pages_per_rank=host_pages,
+            host_windows_per_rank=host_windows,
+            disk_pages=args.disk_cache_bytes // on_disk if on_disk else 0,
+            disk_page_bytes=on_disk,
+            disk_pages_per_window=-(-window_on_disk // on_disk) if window_on_disk else 1,
+        )
+
+    def _host_pages(self, args: EngineArgs) -> tuple[int, int]:
+        """Return the number of pages and window pages per DP rank that fit in ``--host-cache-bytes``."""
+        if not args.host_cache_bytes:
+            return 0, 0
+        step, bytes_per_page, window = self.step, self.page_bytes(), self.page_bytes("window")
+        room = args.host_cache_bytes // step.spec.dp_size
+        windows = max(1, int(KEPT_WINDOWS * room) // window) if window else 0
+        pages = (room - windows * window) // (bytes_per_page or window)
+        if pages < 1:
+            least = bytes_per_page + window
+            raise UserError(
+                f"--host-cache-bytes is {args.host_cache_bytes:,}, which is less than a page for each of {step.spec.dp_size} DP ranks; "
+                f"a page takes {least:,} bytes: give at least {least * step.spec.dp_size:,}"
+            )
+        return pages, windows
+
+    def page_bytes(self, table: Table = "context") -> int:
+        """Return the bytes of a page of a kind outside the devices: layers of all stages, all shards, and flags of slots that the MTP
+        module has filled."""
+        step, drafts = self.step, self.num_drafts > 0
+        layers = range(self.config.num_hidden_layers + drafts)
+        groups = replace(step.attention, config=self.config).groups(layers, step.page_size)
+        filled = step.page_size * (drafts and step.mtp_fills_windows == (table == "window"))
+        return sum(group.page_bytes for group in groups if group.table == table) + filled
 
 
 def chunk_bytes(args: EngineArgs, step: ModelStep) -> int:
@@ -137,72 +204,6 @@ def with_windows(limits: ExecutorLimits, args: EngineArgs, step: ModelStep) -> E
         windows_per_rank=device_cache.with_kept_windows(step, limits.pages_per_rank, held),
         window_columns=window_columns(max(limits.max_chunk, 3 * drafts + 2), page_size),
     )
-
-
-def _limits(args: EngineArgs, step: ModelStep, sizes: ExecutorLimits, pool: Pool | None) -> ExecutorLimits:
-    """Return ``sizes`` with the requested number of pages, or as many as fit."""
-    wanted = -(-args.cache_tokens // step.page_size) if args.cache_tokens else sizes.max_rows_decode * sizes.max_pages
-    pages = device_cache.pages_that_fit(step, wanted + 1, pool, sizes.windows_per_rank)
-    room = (pages - 1) * step.page_size
-    if args.cache_tokens and room < args.cache_tokens:
-        raise UserError(
-            f"--cache-tokens is {args.cache_tokens:,}, but the memory of a device has room for {room:,} tokens; lower it to {room}, "
-            "or leave it out to take what fits"
-        )
-    if args.max_model_len and room < args.max_model_len:
-        cache_tokens = f", or raise --cache-tokens from {args.cache_tokens:,}" if args.cache_tokens else ""
-        raise UserError(
-            f"--max-model-len is {args.max_model_len:,}, but the cache of a DP rank holds {room:,} tokens, so a request of that length "
-            f"could never run; lower it{cache_tokens or ' or use a mesh of more devices'}"
-        )
-    on_disk = 0 if args.disk_cache is None else bytes_on_disk(page_bytes(args, step))
-    window_on_disk = bytes_on_disk(page_bytes(args, step, "window")) if on_disk and sizes.windows_per_rank else 0
-    if args.disk_cache_bytes < on_disk + window_on_disk:
-        raise UserError(
-            f"--disk-cache-bytes is {args.disk_cache_bytes:,}, which is less than one page takes; give at least "
-            f"{on_disk + window_on_disk:,}"
-        )
-    host_pages, host_windows = _host_pages(args, step)
-    return replace(
-        sizes,
-        pages_per_rank=pages,
-        windows_per_rank=device_cache.with_kept_windows(step, pages, sizes.windows_per_rank),
-        moves_pages=bool(sizes.transfers or args.page_source is not None or on_disk or host_pages),
-        host_pages_per_rank=host_pages,
-        host_windows_per_rank=host_windows,
-        disk_pages=args.disk_cache_bytes // on_disk if on_disk else 0,
-        disk_page_bytes=on_disk,
-        disk_pages_per_window=-(-window_on_disk // on_disk) if window_on_disk else 1,
-    )
-
-
-def _host_pages(args: EngineArgs, step: ModelStep) -> tuple[int, int]:
-    """Return the number of pages and window pages per DP rank that fit in ``--host-cache-bytes``."""
-    if not args.host_cache_bytes:
-        return 0, 0
-    bytes_per_page, window = page_bytes(args, step), page_bytes(args, step, "window")
-    room = args.host_cache_bytes // step.spec.dp_size
-    windows = max(1, int(KEPT_WINDOWS * room) // window) if window else 0
-    pages = (room - windows * window) // bytes_per_page
-    if pages < 1:
-        least = bytes_per_page + window
-        raise UserError(
-            f"--host-cache-bytes is {args.host_cache_bytes:,}, which is less than a page for each of {step.spec.dp_size} DP ranks; "
-            f"a page takes {least:,} bytes: give at least {least * step.spec.dp_size:,}"
-        )
-    return pages, windows
-
-
-def page_bytes(args: EngineArgs, step: ModelStep, table: Table = "context") -> int:
-    """Return the bytes of a page of a kind outside the devices: all layers, all shards, and flags of slots that the MTP module has filled.
-
-    step: the step of any stage.
-    """
-    has_module = args.speculation is not None
-    layers = step.cache_layers if step.stage is None else step.stage.model_layers + has_module
-    groups = step.attention.groups(range(layers), step.page_size)
-    filled = step.page_size * (has_module and step.fills_windows == (table == "window"))
-    return sum(group.page_bytes for group in groups if group.table == table) + filled
 
 
 def check_host_memory(args: EngineArgs, *steps: ModelStep, held: int = 0) -> None:

@@ -20,7 +20,7 @@ def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, 
         "kv_dtype": str(jnp.dtype(step.cache_dtype)),
         **step.attention.form_of_pages,
         "page_size": step.page_size,
-        "module_layer": step.has_module,
+        "module_layer": step.has_mtp,
         **arithmetic,
     }
 
@@ -31,8 +31,8 @@ def expert_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str
         "expert_mesh": args.expert_mesh,
         "physical experts": step.placement.n_physical,
         "processes with experts": len(afd_addresses(args)),
-        "sums by choice": step.dispatch.by_choice or step.in_place.native,
-        "MTP module": step.has_module,
+        "sums by choice": step.dispatch.by_choice or step.products.native,
+        "MTP module": step.has_mtp,
         "encrypt_bulk": args.encrypt_bulk,
     }
 

@@ -31,16 +31,13 @@ from sharding.layer_placement import LayerPlacements
 
 @dataclass(frozen=True)
 class OwnStages:
-    """The stages on this process's devices, and their meshes.
+    """The stages on this process's devices, and their meshes."""
 
-    spec: the mesh of all stages. owners: the process of each stage, for all stages. balanced: whether EPLB is on.
-    """
-
-    spec: MeshSpec
+    spec: MeshSpec  # the mesh of all stages
     config: ModelConfig
     group: HostGroup | None
-    balanced: bool
-    owners: list[int]
+    balanced: bool  # whether EPLB is on
+    owners: list[int]  # the process of each stage, for all stages
     stages: list[Stage]
     meshes: list[Mesh]
 
@@ -57,8 +54,8 @@ class OwnStages:
         owners = [owner_of(stage, mesh) for stage, mesh in zip(stages, meshes, strict=True)]
         if group is not None:
             check_shares(spec, owners, group)
-            own = [place for place, owner in enumerate(owners) if owner == group.options.process_id]
-            stages, meshes = [stages[place] for place in own], [meshes[place] for place in own]
+            own_stages = [number for number, owner in enumerate(owners) if owner == group.options.process_id]
+            stages, meshes = [stages[number] for number in own_stages], [meshes[number] for number in own_stages]
         return cls(spec, config, group, args.eplb is not None, owners, stages, meshes)
 
     @property
@@ -71,7 +68,7 @@ class OwnStages:
     ) -> PipelineExecutor:
         """Join the stages' executors into one. pages: disk cache of all stages. opened: closes the connections if the start fails."""
         if pages is not None:
-            pages.reporters = [one.extension(PageReporter) for one in executors]
+            pages.reporters = [executor.extension(PageReporter) for executor in executors]
         if not self.is_divided:
             experts = ExpertsOfStages(executors, self.config) if self.balanced else None
             return PipelineExecutor(executors, experts, [] if pages is None else [pages])
@@ -81,8 +78,8 @@ class OwnStages:
 
     def describe(self, facts: Sequence[EngineFacts], steps: Sequence[ModelStep]) -> EngineFacts:
         """Join the descriptions of all processes' stages. Bytes are per device, of the stage with the most weights."""
-        own = [_of_stage(one, step) for one, step in zip(facts, steps, strict=True)]
-        by_process = self.group.agreement.all_gather("facts", own) if self.is_divided else [own]
+        stage_facts = [_of_stage(one, step) for one, step in zip(facts, steps, strict=True)]
+        by_process = self.group.agreement.all_gather("facts", stage_facts) if self.is_divided else [stage_facts]
         stages = sorted(itertools.chain.from_iterable(by_process), key=lambda stage: stage["layers"])
         fullest = max(stages, key=lambda stage: sum(stage["weight_bytes"].values()))
         moe = next((stage for stage in stages if stage["physical_experts_per_device"]), fullest)
@@ -117,9 +114,11 @@ def check_shares(spec: MeshSpec, sharing: Collection[int], group: HostGroup) -> 
     """Raise if a process of the group has nothing to compute in the mesh. sharing: ids of the processes with a device or a stage."""
     idle = [member for member in group.members if member.process_id not in sharing]
     if idle:
-        has, more = f"takes {spec.num_devices} of the group's {jax.device_count()} devices", "a larger mesh"
+        has = f"takes {spec.num_devices} of the group's {jax.device_count()} devices"
+        more = "a larger mesh"
         if spec.pp_size > 1:
-            has, more = f"has {spec.pp_size} stages", "more stages"
+            has = f"has {spec.pp_size} stages"
+            more = "more stages"
         raise UserError(
             f"mesh {spec} {has}, none of them of {idle[0].name}; start {len(set(sharing))} processes, or use {more}"
         )
@@ -139,7 +138,7 @@ _OF_EXPERTS = ("physical_experts_per_device", "dispatch")
 
 def _of_stage(facts: EngineFacts, step: ModelStep) -> dict[str, Any]:
     """Return the facts of a stage that `describe` needs. An embedding that a later stage has too counts once."""
-    again = None if step.begins else step.table.infos.get("embed.weight")
+    again = None if step.is_first_stage else step.table.infos.get("embed.weight")
     return {name: getattr(facts, name) for name in (*_OF_FULLEST, *_OF_EXPERTS)} | {
         "layers": (step.stage.first, step.stage.first + step.stage.layers - 1),
         "parameters": facts.parameters - (again.count if again else 0),

@@ -125,7 +125,7 @@ class LeaderExecutor(ExecutorWrapper):
         results = self._inner(self.inner.collect, pending)
         # After an interrupt (Ctrl-C) a result may be collected again or never here. The others collect each once, in order.
         self.collected = max(self.collected, self._places.get(pending, 0))
-        self._places = {one: place for one, place in self._places.items() if place > self.collected}
+        self._places = {other: number for other, number in self._places.items() if number > self.collected}
         return results
 
     def set_recording(self, on: bool) -> None:
@@ -174,7 +174,9 @@ class _LeaderPort:
     """The `ChunkPort` of an executor that leads other processes. Delegates everything but `pull_chunks` to the inner port."""
 
     def __init__(self, port: ChunkPort, group: HostGroup):
-        self._port, self._group, self._epoch = port, group, group.epoch
+        self._port = port
+        self._group = group
+        self._epoch = group.epoch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._port, name)

@@ -37,24 +37,18 @@ class RecordError(UserError):
 
 
 class Header(msgspec.Struct, frozen=True, tag="header"):
-    """The engine that computed the commands.
+    """The engine that computed the commands."""
 
-    Attributes:
-        format, commands: `FORMAT`, and `VERSION` of `dsjax.engine.contract.commands`.
-        options: options of `EngineArgs` that change an executor's computation. limits: the executor's actual limits.
-        fingerprint: of the checkpoint. platform: of JAX: `cpu`, `gpu` or `tpu`. began: seconds since 1970.
-    """
-
-    format: int
-    commands: int
+    format: int  # `FORMAT`
+    commands: int  # `VERSION` of `dsjax.engine.contract.commands`
     dsjax: str
     jax: str
-    platform: str
+    platform: str  # of JAX: `cpu`, `gpu` or `tpu`
     device_kind: str
-    fingerprint: str
-    options: dict[str, Any]
-    limits: dict[str, int]
-    began: float
+    fingerprint: str  # of the checkpoint
+    options: dict[str, Any]  # options of `EngineArgs` that change an executor's computation
+    limits: dict[str, int]  # the executor's actual limits
+    began: float  # seconds since 1970
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
@@ -77,30 +71,27 @@ class RankOutcomes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Launched(msgspec.Struct, frozen=True, array_like=True, tag="launched"):
-    """A command was launched. number: of the command, from 0. time: seconds since the start of the recording."""
+    """A command was launched."""
 
-    number: int
-    time: float
+    number: int  # of the command, from 0
+    time: float  # seconds since the start of the recording
     command: Command
 
 
 class Collected(msgspec.Struct, frozen=True, array_like=True, tag="collected"):
-    """Result of command `number`. done: seconds since the start of the recording. ranks: for a `Step`.
-
-    greedy, finite: for a `Score`: the most probable next token at each position, and whether all logits were finite. Logits are not kept.
-    """
+    """Result of command `number`."""
 
     number: int
-    done: float
-    ranks: list[RankOutcomes] = []
-    greedy: list[int] = []
-    finite: bool = True
+    done: float  # seconds since the start of the recording
+    ranks: list[RankOutcomes] = []  # for a `Step`
+    greedy: list[int] = []  # for a `Score`: the most probable next token at each position
+    finite: bool = True  # for a `Score`: whether all logits were finite. Logits are not kept
 
 
 class RecordingEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """Regular end of a recording. reason: `shutdown`, or why the recording stopped early."""
+    """Regular end of a recording."""
 
-    reason: str
+    reason: str  # `shutdown`, or why the recording stopped early
 
 
 Frame = Launched | Collected | RecordingEnd
@@ -142,7 +133,10 @@ class StepFile:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
             raise RecordError(f"--record-steps: {path} cannot be created: {error.strerror}") from error
-        self.path, self._max_bytes, self._used, self._number = Path(path), max_bytes, 0, 0
+        self.path = Path(path)
+        self._max_bytes = max_bytes
+        self._used = 0
+        self._number = 0
         self._file: IO[bytes] | None = os.fdopen(descriptor, "wb", buffering=0)
         self._put(message)
 
@@ -201,12 +195,13 @@ class RecordingExecutor(ExecutorWrapper):
 
     def launch(self, command: Command) -> Any:
         """Launch a command, and record it while the device computes. A command that fails to launch is recorded too."""
-        number, at = self._next, self._now()
+        number = self._next
+        now = self._now()
         self._next += 1
         try:
             return _Numbered(number, command, self.inner.launch(command))
         finally:
-            self.file.write(Launched(number, at, command))
+            self.file.write(Launched(number, now, command))
 
     def wait(self, pending: Any) -> None:
         """Wait for a command, and note the time."""
@@ -258,8 +253,10 @@ def _rank(results: RankResults) -> RankOutcomes:
 def _rows(results: list[RowResult]) -> list[RowOutcome]:
     # Runs for every request in every step; nearly all of them have made one token.
     return [
-        tokens[0] if len(tokens := one.token_ids) == 1 and one.finite and one.error is None else _unusual(one)
-        for one in results
+        tokens[0]
+        if len(tokens := result.token_ids) == 1 and result.finite and result.error is None
+        else _unusual(result)
+        for result in results
     ]
 
 
@@ -308,11 +305,11 @@ class StepRecording:
 
     def _checked(self, first: bytes) -> Header:
         try:
-            said = msgspec.msgpack.decode(first)
-            if (said["format"], said["commands"]) != (FORMAT, VERSION):
+            header = msgspec.msgpack.decode(first)
+            if (header["format"], header["commands"]) != (FORMAT, VERSION):
                 raise RecordError(
-                    f"{self.path} has format {said['format']} with commands of version {said['commands']}, written by dsjax "
-                    f"{said.get('dsjax')}; this dsjax reads format {FORMAT} with commands of version {VERSION}. "
+                    f"{self.path} has format {header['format']} with commands of version {header['commands']}, written by dsjax "
+                    f"{header.get('dsjax')}; this dsjax reads format {FORMAT} with commands of version {VERSION}. "
                     "Replay it with the dsjax that wrote it."
                 )
             return msgspec.msgpack.decode(first, type=Header)

@@ -60,7 +60,8 @@ class InputProcessor:
         compiles_grammars: bool = True,
     ):
         self._tokenizer, self.config = tokenizer, scheduler_config
-        self.vocab_size, self.eos_token_ids = vocab_size, tuple(eos_token_ids)
+        self.vocab_size = vocab_size
+        self.eos_token_ids = tuple(eos_token_ids)
         self._own_ids_fit = tokenizer is not None and tokenizer.vocab_size <= vocab_size
         self._seeds = random.Random(seed)
         self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids) if compiles_grammars else None
@@ -147,7 +148,8 @@ class InputProcessor:
         plain = plain and params.allowed_token_ids is None and params.thinking_token_budget is None
         if plain and structured is None:
             return [None] * params.n
-        bad_words, compiler = bad_word_runs(params.bad_words, self._tokenizer), self._grammars
+        bad_words = bad_word_runs(params.bad_words, self._tokenizer)
+        compiler = self._grammars
         return [
             LogitRules(
                 params,
@@ -172,21 +174,24 @@ class InputProcessor:
         text: str | None = None
         is_ours = False
         if isinstance(prompt, Mapping):
-            known = {"prompt", "prompt_token_ids"} & prompt.keys()
-            if len(known) != 1 or len(prompt) != 1:
+            prompt_keys = {"prompt", "prompt_token_ids"} & prompt.keys()
+            if len(prompt_keys) != 1 or len(prompt) != 1:
                 raise PromptError(
                     f"the prompt has the keys {sorted(map(str, prompt))}, expected prompt or prompt_token_ids, one of them"
                 )
-            (key,) = known
+            (key,) = prompt_keys
             prompt = prompt[key]
             if key == "prompt_token_ids" and isinstance(prompt, str):
                 raise PromptError(f"prompt_token_ids is {prompt!r}, expected token ids; text is {{'prompt': text}}")
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise PromptError("the prompt is text, but this model has no tokenizer; give prompt_token_ids")
-            text, token_ids, is_ours = prompt, self._tokenizer.encode(prompt), True
+            text = prompt
+            token_ids = self._tokenizer.encode(prompt)
+            is_ours = True
         elif isinstance(prompt, EncodedPrompt):
-            token_ids, is_ours = prompt.token_ids, True
+            token_ids = prompt.token_ids
+            is_ours = True
         elif isinstance(prompt, Iterable) and not isinstance(prompt, bytes | bytearray | Mapping | Set):
             token_ids = list(prompt)
         else:

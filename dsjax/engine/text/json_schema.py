@@ -60,23 +60,26 @@ def enforceable(schema: Any) -> Any:
     is_named = _is_referred_to_by_name(schema)
 
     def change(inner: dict[str, Any]) -> dict[str, Any]:
-        kept = {name: value for name, value in inner.items() if not _says_nothing(name, value, inner)}
+        keywords = {name: value for name, value in inner.items() if not _says_nothing(name, value, inner)}
         if not is_named:
-            kept.pop("$id", None)  # may be any text, but llguidance would treat it as a URI
-        least, named = kept.get("minProperties"), _texts(kept.get("required"))
+            keywords.pop("$id", None)  # may be any text, but llguidance would treat it as a URI
+        least = keywords.get("minProperties")
+        named = _texts(keywords.get("required"))
         if isinstance(least, int) and least > len(named) + 1:
             raise UserError(
                 f"minProperties is {least}, and {len(named)} properties are required by name; a grammar cannot keep the others from having "
                 "the same name, so require all but one by name"
             )
-        names = _only_texts(_resolved(kept.get("propertyNames"), schema))
-        if names and not kept.keys() & {"properties", "patternProperties"}:
-            kept["patternProperties"] = {
-                f"^({'|'.join(map(re.escape, sorted(names)))})$": kept.get("additionalProperties", True)
+        names = _only_texts(_resolved(keywords.get("propertyNames"), schema))
+        if names and not keywords.keys() & {"properties", "patternProperties"}:
+            keywords["patternProperties"] = {
+                f"^({'|'.join(map(re.escape, sorted(names)))})$": keywords.get("additionalProperties", True)
             }
-            del kept["propertyNames"]
-            kept["additionalProperties"] = False
-        return _as_any_of(kept, schema) if isinstance(kept.get("oneOf"), list) and "anyOf" not in kept else kept
+            del keywords["propertyNames"]
+            keywords["additionalProperties"] = False
+        if isinstance(keywords.get("oneOf"), list) and "anyOf" not in keywords:
+            return _as_any_of(keywords, schema)
+        return keywords
 
     return each_schema(schema, change)
 
@@ -85,7 +88,9 @@ def _is_referred_to_by_name(schema: Any) -> bool:
     """Whether any reference is not a path within the schema."""
     references: list[Any] = []
     each_schema(schema, lambda inner: references.append(inner.get("$ref")) or inner)
-    return any(isinstance(one, str) and one != "#" and not one.startswith("#/") for one in references)
+    return any(
+        isinstance(reference, str) and reference != "#" and not reference.startswith("#/") for reference in references
+    )
 
 
 def explained(reason: str) -> str:
@@ -114,26 +119,27 @@ def _as_any_of(schema: dict[str, Any], root: Any) -> dict[str, Any]:
     named = schema.get("discriminator")
     tag = named.get("propertyName") if isinstance(named, dict) else None
     tag = tag if isinstance(tag, str) else None
-    seen: list[tuple[set[str], dict[str, set[str]]]] = []
+    branches_seen: list[tuple[set[str], dict[str, set[str]]]] = []
     for branch in schema["oneOf"]:
-        found = _resolved(branch, root)
-        kinds = {"number" if kind == "integer" else kind for kind in _texts(found.get("type"))}
-        texts = _required_texts(found, tag) if kinds == {"object"} else {}
-        for others, other_texts in seen:
+        resolved = _resolved(branch, root)
+        kinds = {"number" if kind == "integer" else kind for kind in _texts(resolved.get("type"))}
+        texts = _required_texts(resolved, tag) if kinds == {"object"} else {}
+        for others, other_texts in branches_seen:
             shared = texts.keys() & other_texts.keys()
             if not kinds or not others or (kinds & others and all(texts[name] & other_texts[name] for name in shared)):
                 return schema
-        seen.append((kinds, texts))
+        branches_seen.append((kinds, texts))
     branches = [
         {**branch, "required": [*sorted(_texts(branch.get("required"))), tag]} if tag in texts else branch
-        for branch, (_, texts) in zip(schema["oneOf"], seen, strict=True)
+        for branch, (_, texts) in zip(schema["oneOf"], branches_seen, strict=True)
     ]
     return {name: value for name, value in schema.items() if name != "oneOf"} | {"anyOf": branches}
 
 
 def _required_texts(schema: dict[str, Any], tag: Any) -> dict[str, set[str]]:
     """Return the allowed texts of each required property that allows only texts. tag: another required property."""
-    properties, texts = schema.get("properties"), {}
+    properties = schema.get("properties")
+    texts = {}
     for name in _texts(schema.get("required")) | _texts(tag):
         one = properties.get(name) if isinstance(properties, dict) else None
         if isinstance(one, dict) and _only_texts(one):

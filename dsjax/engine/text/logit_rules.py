@@ -32,20 +32,21 @@ class ThinkingBudget:
 
     def closes(self, drafts: Sequence[int]) -> list[bool]:
         """Return whether the reasoning must end at the next token, and at the token after each draft."""
-        left, closes = self._left, [self._left == 0]
+        tokens_left = self._left
+        closes = [self._left == 0]
         for token_id in drafts:
-            left = self._after(left, token_id)
-            closes.append(left == 0)
+            tokens_left = self._after(tokens_left, token_id)
+            closes.append(tokens_left == 0)
         return closes
 
     def take(self, token_id: int) -> None:
         """Advance by one token."""
         self._left = self._after(self._left, token_id)
 
-    def _after(self, left: int | None, token_id: int) -> int | None:
+    def _after(self, tokens_left: int | None, token_id: int) -> int | None:
         if token_id in self._tags:
             return self._budget if token_id == self._tags[0] else None
-        return left and left - 1
+        return tokens_left and tokens_left - 1
 
     def mask(self, vocab_size: int) -> np.ndarray:
         """Return the mask that allows only the closing tag, as in ``packed``."""
@@ -95,7 +96,9 @@ class LogitRules:
         rows = np.zeros((len(entries), 3), np.int32)
         if entries:
             tokens, biases, until = zip(*entries, strict=True)
-            rows[:, 0], rows[:, 1], rows[:, 2] = tokens, np.array(biases, np.float32).view(np.int32), until
+            rows[:, 0] = tokens
+            rows[:, 1] = np.array(biases, np.float32).view(np.int32)
+            rows[:, 2] = until
         return rows
 
     def masks(self, output: Sequence[int], drafts: Sequence[int]) -> np.ndarray:
@@ -111,13 +114,14 @@ class LogitRules:
             if self._error is not None:
                 return np.zeros((1, words), np.int32)
         closes = self._thinking.closes(drafts) if self._thinking else [False] * len(masks)
-        for place, mask in enumerate(masks):
-            if closes[place]:
+        for index, mask in enumerate(masks):
+            if closes[index]:
                 mask &= self._thinking.mask(self._vocab_size)
-            made = [*output[-self._longest :], *drafts[:place]] if self._longest else []  # not the prompt, as in vLLM
-            banned = {run[-1] for run in self._several if tuple(made[1 - len(run) :]) == run[:-1]}
-            complete = self._constraint is not None and place == 0 and self._constraint.complete
-            if self._constraint is not None and len(output) + place < self._params.min_tokens and not complete:
+            # Not the prompt, as in vLLM.
+            generated = [*output[-self._longest :], *drafts[:index]] if self._longest else []
+            banned = {run[-1] for run in self._several if tuple(generated[1 - len(run) :]) == run[:-1]}
+            is_complete = self._constraint is not None and index == 0 and self._constraint.complete
+            if self._constraint is not None and len(output) + index < self._params.min_tokens and not is_complete:
                 banned |= self._stop_ids
             if self.allowed is not None:
                 mask &= self.allowed

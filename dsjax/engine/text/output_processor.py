@@ -58,14 +58,14 @@ class Completion:
         if result is not None and result.prompt_scores:
             self.prompt_logprobs += [self._token_logprobs(*entry) for entry in result.prompt_scores]
         tokens = () if result is None else result.token_ids
-        for place, token_id in enumerate(tokens):
+        for index, token_id in enumerate(tokens):
             self._token_ids.append(token_id)
             if self._logprobs is not None:
-                entry = result.scores[place]
+                entry = result.scores[index]
                 self._logprobs.append(self._token_logprobs(*entry))
                 self._cumulative_logprob += entry[1]
             if self._detokenizer is not None:
-                self._append_text(token_id, reason if place == len(tokens) - 1 else None)
+                self._append_text(token_id, reason if index == len(tokens) - 1 else None)
                 if self._stop_string is not None:
                     break
         if self._stop_string is not None:
@@ -89,7 +89,8 @@ class Completion:
         self._num_taken = self._num_forgotten + len(token_ids)
         if kind is OutputKind.DELTA:  # so that a long text is not copied for each token
             self._num_forgotten = self._num_taken
-            self._token_ids, self._text = [], ""
+            self._token_ids = []
+            self._text = ""
             if logprobs is not None:
                 self._logprobs = []
         else:
@@ -176,8 +177,11 @@ class _Group:
 
     def _prompt_logprobs(self, completion: Completion) -> list[TokenLogprobs | None] | None:
         """Return the prompt's log-probabilities; with `DELTA`, in the first output only. A completion with a token has all of them."""
-        told, self._told_prompt = self._told_prompt, True
-        return None if told and self.prepared.params.output_kind is OutputKind.DELTA else completion.prompt_logprobs
+        was_reported = self._told_prompt
+        self._told_prompt = True
+        if was_reported and self.prepared.params.output_kind is OutputKind.DELTA:
+            return None
+        return completion.prompt_logprobs
 
     def _metrics(self) -> RequestMetrics:
         requests = self.prepared.completions

@@ -8,10 +8,10 @@ from dsjax.engine.schedule.request import FinishReason
 
 @dataclass(slots=True)
 class Logprob:
-    """One token's log-probability under the raw logits. rank: among all tokens, 1 is the most probable; None: not requested."""
+    """One token's log-probability under the raw logits."""
 
     logprob: float
-    rank: int | None = None
+    rank: int | None = None  # among all tokens, 1 is the most probable; None: not requested
     decoded_token: str | None = None
 
 
@@ -21,26 +21,19 @@ TokenLogprobs = dict[int, Logprob]
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion of a prompt: all of it, or the part added by a step with `OutputKind.DELTA`.
-
-    Attributes:
-        text: without the stop string or stop token unless requested. A possible beginning of a stop string and bytes of an incomplete
-            character are held back.
-        token_ids: all tokens, including the one that ended the completion.
-        cumulative_logprob: sum over all tokens so far; logprobs: one entry per token of `token_ids`. None if not requested.
-        stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence token; the message if `finish_reason`
-            is error.
-        error: kind of the error if `finish_reason` is error.
-    """
+    """One completion of a prompt: all of it, or the part added by a step with `OutputKind.DELTA`."""
 
     index: int
+    # without the stop string or stop token unless requested. A possible beginning of a stop string and bytes of an incomplete character are
+    # held back
     text: str
-    token_ids: list[int]
-    cumulative_logprob: float | None = None
-    logprobs: list[TokenLogprobs] | None = None
+    token_ids: list[int]  # all tokens, including the one that ended the completion
+    cumulative_logprob: float | None = None  # sum over all tokens so far
+    logprobs: list[TokenLogprobs] | None = None  # one entry per token of `token_ids`. None if not requested
     finish_reason: FinishReason | None = None
+    # the stop string or stop token id that ended it; None for the end-of-sequence token; the message if `finish_reason` is error
     stop_reason: int | str | None = None
-    error: ErrorKind | None = None
+    error: ErrorKind | None = None  # kind of the error if `finish_reason` is error
 
     @property
     def finished(self) -> bool:
@@ -66,25 +59,17 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request's completions.
-
-    Attributes:
-        prompt: the prompt's text; None if token ids were given.
-        outputs: the completions in this output; with `OutputKind.FINAL_ONLY` all of them, by index. finished: whether all completions
-            have ended.
-        metrics: only in the last output; None before.
-        num_cached_tokens: prompt tokens found in the prefix cache; None before the first admission.
-        prompt_logprobs: one entry per prompt token, the first None. None if not requested, and with `DELTA` in all outputs after the
-            first.
-    """
+    """A request's completions."""
 
     request_id: str
-    prompt: str | None
+    prompt: str | None  # the prompt's text; None if token ids were given
     prompt_token_ids: list[int]
+    # the completions in this output; with `OutputKind.FINAL_ONLY` all of them, by index
     outputs: list[CompletionOutput]
-    finished: bool
-    metrics: RequestMetrics | None = None
-    num_cached_tokens: int | None = None
+    finished: bool  # whether all completions have ended
+    metrics: RequestMetrics | None = None  # only in the last output; None before
+    num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache; None before the first admission
+    # one entry per prompt token, the first None. None if not requested, and with `DELTA` in all outputs after the first
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
@@ -93,4 +78,4 @@ class EngineDeadError(RuntimeError):
 
 
 class EngineClosingError(RuntimeError):
-    """The engine is shutting down, and ended this request early."""
+    """The engine is shutting down: it refuses a new request or call, or ended this one early."""

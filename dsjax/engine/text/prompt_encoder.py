@@ -126,12 +126,15 @@ class PromptEncoder(ABC):
 
     def _said(self, message: Message) -> str:
         """Return an assistant message's content and tool calls."""
-        calls = message.get("tool_calls") or ()
-        return (message.get("content") or "") + (self.calls([_called(call) for call in calls]) if calls else "")
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        calls = [(function["name"], function.get("arguments")) for function in functions]
+        return (message.get("content") or "") + (self.calls(calls) if calls else "")
 
     def calls(self, calls: Sequence[tuple[str, Any]]) -> str:
         """Return tool calls as DSML. calls: (name, arguments); arguments are a mapping or its JSON."""
-        invokes = [f'<{DSML}invoke name="{name}">\n{_parameters(given)}\n</{DSML}invoke>\n' for name, given in calls]
+        invokes = [
+            f'<{DSML}invoke name="{name}">\n{_parameters(arguments)}\n</{DSML}invoke>\n' for name, arguments in calls
+        ]
         return f"\n\n<{DSML}{self.block}>\n{''.join(invokes)}</{DSML}{self.block}>"
 
 
@@ -179,33 +182,36 @@ SCHEMAS
     ) -> list[str]:
         if thinks:
             last = _last_user(messages)
-            messages = [m for place, m in enumerate(messages) if m["role"] != "developer" or place >= last]
+            messages = [m for index, m in enumerate(messages) if m["role"] != "developer" or index >= last]
         last = _last_user(messages)
-        parts, awaited, results = [], 0, 0
-        for place, message in enumerate(messages):
-            opened = THINK if thinks and place >= last else THINK_END
+        parts = []
+        awaited = 0
+        results = 0
+        for index, message in enumerate(messages):
+            opened = THINK if thinks and index >= last else THINK_END
             match message["role"]:
                 case "system":
                     parts.append(self._system(message))
                 case "user":
                     parts.append(f"{USER}{message.get('content') or ''}{ASSISTANT}{opened}")
                 case "developer":
-                    asked = f"# The user's message is: {message['content']}"
-                    described = "".join(f"\n\n{part}" for part in [*self._described(message), asked])
+                    question = f"# The user's message is: {message['content']}"
+                    described = "".join(f"\n\n{part}" for part in [*self._described(message), question])
                     parts.append(f"{USER}{described}{ASSISTANT}{opened}")
                 case "assistant":
-                    reasoning = f"{_reasoning(message)}{THINK_END}" if thinks and place > last else ""
+                    reasoning = f"{_reasoning(message)}{THINK_END}" if thinks and index > last else ""
                     parts.append(f"{reasoning}{self._said(message)}{EOS}")
-                    awaited, results = len(message.get("tool_calls") or ()), 0
+                    awaited = len(message.get("tool_calls") or ())
+                    results = 0
                 case "tool":
                     results += 1
                     if results > awaited:
-                        raise ValueError(f"message {place} is a tool's result that no tool call asked for")
+                        raise ValueError(f"message {index} is a tool's result that no tool call asked for")
                     begin = "\n\n<function_results>" if results == 1 else ""
                     end = f"\n</function_results>\n\n{opened}" if results == awaited else ""
                     parts.append(f"{begin}\n<result>{message.get('content') or ''}</result>{end}")
                 case role:
-                    raise ValueError(f"message {place} has the role {role!r}")
+                    raise ValueError(f"message {index} has the role {role!r}")
         return parts
 
 
@@ -258,10 +264,10 @@ You MUST strictly follow the above defined tool name and parameter schemas to in
         drops = variables.get("drop_thinking", True) and not any(message.get("tools") for message in messages)
         last = _last_user(messages)
         if thinks and drops:
-            messages = [m for place, m in enumerate(messages) if m["role"] != "developer" or place >= last]
+            messages = [m for index, m in enumerate(messages) if m["role"] != "developer" or index >= last]
             last = _last_user(messages)
         parts = []
-        for place, message in enumerate(messages):
+        for index, message in enumerate(messages):
             role = message["role"]
             match role:
                 case "system":
@@ -273,15 +279,15 @@ You MUST strictly follow the above defined tool name and parameter schemas to in
                 case "latest_reminder":
                     part = REMINDER + message["content"]
                 case "assistant":
-                    answers_task = place > 0 and messages[place - 1].get("task") is not None
-                    keeps = thinks and not answers_task and (place > last or not drops)
+                    answers_task = index > 0 and messages[index - 1].get("task") is not None
+                    keeps = thinks and not answers_task and (index > last or not drops)
                     reasoning = f"{_reasoning(message)}{THINK_END}" if keeps else ""
                     part = reasoning + self._said(message) + ("" if message.get("wo_eos") else EOS)
                 case _:
                     raise ValueError(f"found the role {role!r}")
-            follower = messages[place + 1]["role"] if place + 1 < len(messages) else "assistant"
+            follower = messages[index + 1]["role"] if index + 1 < len(messages) else "assistant"
             if follower in ("assistant", "latest_reminder"):
-                part += self._before_answer(message, thinks, thinks and (place >= last or not drops))
+                part += self._before_answer(message, thinks, thinks and (index >= last or not drops))
             parts.append(part)
         effort = _LEVELS.get(effort, effort)
         return [self._efforts.get(effort, "") if thinks else "", *parts]
@@ -290,8 +296,8 @@ You MUST strictly follow the above defined tool name and parameter schemas to in
         """Return the text between a message and its answer: a task's token, or the start of the answer."""
         task = message.get("task")
         if task is None:
-            asked = message["role"] in ("user", "developer")
-            return f"{ASSISTANT}{THINK if opens else THINK_END}" if asked else ""
+            is_user_turn = message["role"] in ("user", "developer")
+            return f"{ASSISTANT}{THINK if opens else THINK_END}" if is_user_turn else ""
         if task not in _TASKS:
             raise ValueError(f"found the task {task!r}, expected one of {', '.join(_TASKS)}")
         return (f"{ASSISTANT}{THINK if thinks else THINK_END}" if task == "action" else "") + f"<｜{task}｜>"
@@ -307,11 +313,12 @@ def _with_results_in_user_messages(messages: Sequence[Message]) -> list[Message]
     merged: list[Message] = []
     order: dict[str, int] = {}
     for message in messages:
-        role, text = message["role"], message.get("content") or ""
+        role = message["role"]
+        text = message.get("content") or ""
         if role not in ("user", "tool"):
             merged.append(message)
             if calls := message.get("tool_calls"):
-                order = {call["id"]: place for place, call in enumerate(calls) if call.get("id")}
+                order = {call["id"]: index for index, call in enumerate(calls) if call.get("id")}
             continue
         goes_on = merged and merged[-1]["role"] == "user" and (role == "tool" or merged[-1]["task"] is None)
         if not goes_on:
@@ -335,16 +342,12 @@ def _split_system(messages: Sequence[Message]) -> tuple[Message, Sequence[Messag
 def _last_user(messages: Sequence[Message]) -> int:
     """Return the index of the last user or developer message; -1 if there is none."""
     return max(
-        (place for place, message in enumerate(messages) if message["role"] in ("user", "developer")), default=-1
+        (index for index, message in enumerate(messages) if message["role"] in ("user", "developer")), default=-1
     )
 
 
 def _reasoning(message: Message) -> str:
     return message.get("reasoning_content") or message.get("reasoning") or ""
-
-
-def _called(call: Message) -> tuple[str, Any]:
-    return call["function"]["name"], call["function"].get("arguments")
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:

@@ -17,7 +17,8 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str], include_in_output: bool = False):
-        self._stops, self._include_in_output = tuple(stops), include_in_output
+        self._stops = tuple(stops)
+        self._include_in_output = include_in_output
         self._held = ""
         self.matched: str | None = None
 
@@ -35,8 +36,9 @@ class StopStrings:
 
     def flush(self) -> str:
         """Return the text held back, at the end of the stream or while stop strings do not count yet."""
-        held, self._held = self._held, ""
-        return held
+        text = self._held
+        self._held = ""
+        return text
 
 
 class FoundMarker(NamedTuple):
@@ -48,8 +50,8 @@ class FoundMarker(NamedTuple):
 
 def find_first(text: str, markers: Sequence[str]) -> FoundMarker | None:
     """Return the first marker, the longest of several at one position; None if there is none."""
-    found = [FoundMarker(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
-    return min(found, key=lambda marker: (marker.at, -len(marker.text)), default=None)
+    markers_found = [FoundMarker(index, marker) for marker in markers if (index := text.find(marker)) >= 0]
+    return min(markers_found, key=lambda marker: (marker.at, -len(marker.text)), default=None)
 
 
 def num_undecided(text: str, markers: Sequence[str]) -> int:

@@ -61,18 +61,20 @@ class Constraint:
         does not change.
         """
         masks = np.full((1 + len(drafts), words), -1, np.int32)
-        active, consumed, usable = self.active, 0, 0
-        for place in range(1 + len(drafts)):
-            if active:
-                self._matcher.unsafe_compute_mask_ptr(masks[place].ctypes.data, masks[place].nbytes)
+        is_active = self.active
+        consumed = 0
+        usable = 0
+        for index in range(1 + len(drafts)):
+            if is_active:
+                self._matcher.unsafe_compute_mask_ptr(masks[index].ctypes.data, masks[index].nbytes)
                 if self._matcher.is_error():
                     break
-            if place == len(drafts):
+            if index == len(drafts):
                 break
-            draft = drafts[place]
-            if not active:
-                active = draft == self._after
-            elif masks[place, draft // 32] >> (draft % 32) & 1 and not self._matcher.is_stopped():
+            draft = drafts[index]
+            if not is_active:
+                is_active = draft == self._after
+            elif masks[index, draft // 32] >> (draft % 32) & 1 and not self._matcher.is_stopped():
                 self._matcher.consume_token(draft)
                 consumed += 1
                 if self._matcher.is_stopped():  # an end token: nothing follows
@@ -108,7 +110,9 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]):
-        self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos_token_ids)
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos = list(eos_token_ids)
         self._tokens: LLTokenizer | None = None
         self._matcher = functools.lru_cache(KEPT_GRAMMARS)(self._compile_in_deep_stack)
         self._lock = threading.Lock()
@@ -159,11 +163,12 @@ class _TokenTable:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
         self._tokenizer = tokenizer
-        self.eos_token_id, self.bos_token_id = eos_token_ids[0], tokenizer.bos_id
-        known = range(min(vocab_size, tokenizer.vocab_size))
-        self.tokens = [tokenizer.token_bytes(i) for i in known] + [b""] * (vocab_size - len(known))
-        self.special_token_ids = sorted({i for i in known if tokenizer.is_special(i)} | set(eos_token_ids))
-        names = [self.tokens[i].decode("utf-8", "replace") for i in self.special_token_ids if i in known]
+        self.eos_token_id = eos_token_ids[0]
+        self.bos_token_id = tokenizer.bos_id
+        token_ids = range(min(vocab_size, tokenizer.vocab_size))
+        self.tokens = [tokenizer.token_bytes(i) for i in token_ids] + [b""] * (vocab_size - len(token_ids))
+        self.special_token_ids = sorted({i for i in token_ids if tokenizer.is_special(i)} | set(eos_token_ids))
+        names = [self.tokens[i].decode("utf-8", "replace") for i in self.special_token_ids if i in token_ids]
         self._special = re.compile("|".join(map(re.escape, filter(None, names))) or "(?!)")
 
     def __call__(self, text: str | bytes) -> list[int]:
@@ -206,5 +211,5 @@ def _first_line(message: str) -> str:
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if not (lines[0].endswith("regex parse error:") and reasons):
         return lines[0][:300]
-    shown = f", in {lines[1].strip()}" if len(lines) > 2 and set(lines[2].strip()) == {"^"} else ""
-    return f"{reasons[0]}{shown}"[:300]
+    location = f", in {lines[1].strip()}" if len(lines) > 2 and set(lines[2].strip()) == {"^"} else ""
+    return f"{reasons[0]}{location}"[:300]

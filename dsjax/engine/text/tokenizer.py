@@ -86,7 +86,7 @@ class Tokenizer:
             TokenizerError: a file is missing or unreadable.
         """
         directory, model_directory = Path(directory), Path(model_directory or directory)
-        config = _read_json(directory / "tokenizer_config.json")
+        config = read_json(directory / "tokenizer_config.json")
         backend = _read_backend(directory, config)
         template_path = Path(chat_template or directory / "chat_template.jinja")
         if chat_template is not None or template_path.is_file():
@@ -95,7 +95,7 @@ class Tokenizer:
             except (OSError, UnicodeDecodeError) as error:
                 raise TokenizerError(f"{template_path} cannot be read: {why_unreadable(error)}") from error
         if mode == "auto" and config.get("chat_template") is None:
-            mode = _read_json(model_directory / "config.json").get("model_type")
+            mode = read_json(model_directory / "config.json").get("model_type")
         if mode in ENCODERS:
             config["prompt_encoder"] = mode
             code = model_directory / "encoding" / "encoding_dsv4.py"  # read, never run
@@ -186,7 +186,8 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, kept: Collection[int] = ()):
-        self._tokenizer, self._whole_texts = tokenizer, tokenizer.whole_texts
+        self._tokenizer = tokenizer
+        self._whole_texts = tokenizer.whole_texts
         self._skip_special_tokens, self._kept = skip_special_tokens, kept
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._within_character = False
@@ -231,7 +232,7 @@ def _read_backend(directory: Path, config: Mapping[str, Any]) -> tokenizers.Toke
         raise TokenizerError(f"{path} is not a tokenizer that the tokenizers library reads: {error}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; return an empty one if the file is missing."""
     if not path.is_file():
         return {}
@@ -288,7 +289,8 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
-        self.source, self._special_tokens = source, dict(special_tokens or {})
+        self.source = source
+        self._special_tokens = dict(special_tokens or {})
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )

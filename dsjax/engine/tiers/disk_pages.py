@@ -89,7 +89,9 @@ class DiskPages:
             if seconds and not (self._read or self._written or self._names):
                 self._reported.wait(seconds)
             reports = PageReports(self._read, self._written, self._names)
-            self._read, self._written, self._names = [], [], None
+            self._read = []
+            self._written = []
+            self._names = None
         return reports
 
     def close(self) -> None:
@@ -106,24 +108,26 @@ class DiskPages:
     def _list(self) -> None:
         names: dict[bytes, int] = {}
         with contained("disk writer", "No page of an earlier run is found."):
-            began, files = time.monotonic(), self._files
+            began = time.monotonic()
+            files = self._files
             try:
                 names, self._others = files.list()
             except Exception as error:
                 self._warn("list", "its pages cannot be listed (%s); none of an earlier run is found", error)
             else:
                 self._own_bytes, self._other_bytes = sum(names.values()), sum(size for _, _, size in self._others)
-                own, others = self._own_bytes / 1e9, self._other_bytes / 1e9
+                own_gb, other_gb = self._own_bytes / 1e9, self._other_bytes / 1e9
                 _log.info(
-                    f"--disk-cache: {files.folder.path} has {len(names)} pages of this model, {own:.2f} GB, and {others:.2f} GB of others; "
-                    f"listed in {time.monotonic() - began:.2f} s"
+                    f"--disk-cache: {files.folder.path} has {len(names)} pages of this model, {own_gb:.2f} GB, and {other_gb:.2f} GB "
+                    f"of others; listed in {time.monotonic() - began:.2f} s"
                 )
-            excess, left = [], self._own_bytes
+            excess = []
+            kept_bytes = self._own_bytes
             for name, size in names.items():
-                if left > self._max_bytes:
+                if kept_bytes > self._max_bytes:
                     excess.append(name)
-                    left -= size
-            self._delete(False, excess)
+                    kept_bytes -= size
+            self._delete(everything=False, names=excess)
             for name in excess:
                 del names[name]
             names = {name: -(-size // files.page_bytes) for name, size in names.items()}
@@ -133,9 +137,9 @@ class DiskPages:
             self._reported.notify()
         self._listed.set()
 
-    def _make_room(self, wanted: int) -> None:
-        """Delete pages of other models until `wanted` bytes fit. The scheduler decides when to drop this model's own pages."""
-        while self._others and self._own_bytes + wanted + self._other_bytes > self._max_bytes:
+    def _make_room(self, num_bytes: int) -> None:
+        """Delete pages of other models until `num_bytes` fit. The scheduler decides when to drop this model's own pages."""
+        while self._others and self._own_bytes + num_bytes + self._other_bytes > self._max_bytes:
             _, path, size = self._others.pop(0)
             self._other_bytes -= size
             try:
@@ -149,12 +153,12 @@ class DiskPages:
         try:
             self._make_room(bytes_on_disk(sum(array.nbytes for array in page.values())))
             self._own_bytes += self._files.write(name, page)
-            ok = True
+            is_written = True
         except Exception as error:  # of any kind: the scheduler waits for a report, and serving goes on
             self._warn("write", "a page cannot be written (%s); it is tried again later", error)
-            ok = False
+            is_written = False
         with self._reported:
-            self._written.append((number, ok))
+            self._written.append((number, is_written))
             self._reported.notify()
 
     def _delete(self, everything: bool, names: list[bytes]) -> None:
@@ -198,5 +202,5 @@ class DiskPages:
             if kind in self._warned:
                 return
             self._warned.add(kind)
-        what = getattr(error, "strerror", None) or error
-        _log.warning("--disk-cache: " + message + ". Serving goes on; this is said once.", what)
+        reason = getattr(error, "strerror", None) or error
+        _log.warning("--disk-cache: " + message + ". Serving goes on; this is said once.", reason)

@@ -12,24 +12,19 @@ MOST_WRITING = 256
 
 
 class DiskCounts(NamedTuple):
-    """Counters and sizes of the disk tier, over all ranks. For the first five see `TierCounts`.
+    """Counters and sizes of the disk tier, over all ranks. For the first five see `TierCounts`."""
 
-    used_pages, usable_pages: room, in context pages; a window page may take the room of several. writing: pages being written.
-    not_written: pages dropped because too many were being written or writes were paused. failed_reads, failed_writes: pages. late: requests
-    that continued without pages that took too long. page_bytes: size of one context page on the disk.
-    """
-
-    used_pages: int = 0
-    usable_pages: int = 0
+    used_pages: int = 0  # room, in context pages; a window page may take the room of several
+    usable_pages: int = 0  # likewise
     stored: int = 0
     fetched: int = 0
     evicted: int = 0
-    writing: int = 0
-    not_written: int = 0
-    failed_reads: int = 0
-    failed_writes: int = 0
-    late: int = 0
-    page_bytes: int = 0
+    writing: int = 0  # pages being written
+    not_written: int = 0  # pages dropped because too many were being written or writes were paused
+    failed_reads: int = 0  # pages
+    failed_writes: int = 0  # pages
+    late: int = 0  # requests that continued without pages that took too long
+    page_bytes: int = 0  # size of one context page on the disk
 
 
 class DiskTier:
@@ -38,7 +33,8 @@ class DiskTier:
     The executor reports through `written`, `read_failed` and `listed`; `take_dropped` returns the pages to delete.
 
     Attributes:
-        reads_pause: whether lookups miss because the disk was too slow. writes_pause: whether writes are paused after a failure.
+        reads_pause: whether lookups miss because the disk was too slow.
+        writes_pause: whether writes are paused after a failure.
         on_gone: called with the names of removed pages.
     """
 
@@ -143,17 +139,17 @@ class DiskTier:
 
     def forget(self, names: Iterable[bytes]) -> None:
         """Remove and delete pages. A page being written is deleted after the write."""
-        gone = [name for name in names if self.has(name)]
-        for name in gone:
+        known_names = [name for name in names if self.has(name)]
+        for name in known_names:
             if name in self._writing:
                 number, room = self._writing.pop(name)
                 del self._by_number[number]
             else:
                 room = self._names.remove(name)
             self._taken -= room
-        self._dropped += gone
-        if gone:
-            self.on_gone(gone)
+        self._dropped += known_names
+        if known_names:
+            self.on_gone(known_names)
 
     def invalidate(self) -> None:
         """Forget the pages being written."""
@@ -166,14 +162,19 @@ class DiskTier:
 
     def flush(self) -> None:
         """Forget and delete all pages."""
-        self._names, self._taken = SegmentedLru(self.num_pages), 0
-        self._writing, self._by_number, self._dropped = {}, {}, []
+        self._names = SegmentedLru(self.num_pages)
+        self._taken = 0
+        self._writing = {}
+        self._by_number = {}
+        self._dropped = []
         self._flushed = True
 
     def take_dropped(self) -> tuple[bool, list[bytes]]:
         """Return and clear the deletions: whether to delete all pages, and then the names of further ones."""
-        dropped, self._dropped = self._dropped, []
-        flushed, self._flushed = self._flushed, False
+        dropped = self._dropped
+        self._dropped = []
+        flushed = self._flushed
+        self._flushed = False
         return flushed, dropped
 
     def _make_room(self, room: int) -> bool:

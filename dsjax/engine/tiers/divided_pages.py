@@ -30,8 +30,9 @@ class DividedPages:
     execute the same commands in the same order, and executor 0 is the first to execute each of them.
 
     Args:
-        count: number of executors. open_disk: opens the disk for the arrays of whole pages and the names of those on window pages, once the
-            parts of all executors are known.
+        count: number of executors.
+        open_disk: opens the disk for the arrays of whole pages and the names of those on window pages, once the parts of all executors
+            are known.
 
     Attributes:
         reporters: the executors' page reporters. They handle their own parts when reports are requested.
@@ -60,7 +61,7 @@ class DividedPages:
             self._disk = self._open(self._whole_shapes(), self._windows)
         methods = (self.write, self.drop, self.read, self.take, self.forget, self.close)
         # Only whole pages are reported: see `page_reports`.
-        part = SimpleNamespace(reports=lambda seconds=0.0: PageReports([], []))
+        part = SimpleNamespace(reports=lambda seconds=0.0: PageReports(read=[], written=[]))
         vars(part).update({method.__name__: partial(method, number) for method in methods})
         return part
 
@@ -83,8 +84,8 @@ class DividedPages:
         del self._to_write[number]
         parts = [by_executor[executor] for executor in range(self._count)]
         arrays = {array for own in parts for array in own}
-        whole = {array: np.concatenate([own[array] for own in parts if array in own]) for array in arrays}
-        self._disk.write(number, name, whole)
+        joined = {array: np.concatenate([own[array] for own in parts if array in own]) for array in arrays}
+        self._disk.write(number, name, joined)
 
     def drop(self, part: int, everything: bool, names: list[bytes]) -> None:
         """Delete pages when the last executor asks for it, because all earlier writes then have all their parts."""
@@ -106,12 +107,12 @@ class DividedPages:
         takers.add(part)
         if len(takers) == self._count:
             del self._read[rank, number]
-        own = {}
+        arrays = {}
         for array in self._shapes[part].keys() & page.keys():
             shape, _ = self._shapes[part][array]
             first = sum(before[array][0][0] for before in self._shapes[:part] if array in before)
-            own[array] = page[array][first : first + shape[0]]
-        return own
+            arrays[array] = page[array][first : first + shape[0]]
+        return arrays
 
     def forget(self, part: int, rank: int, number: int) -> None:
         """Drop a page that was read, or is being read, when the first executor asks for it."""

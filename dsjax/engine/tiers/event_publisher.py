@@ -43,17 +43,24 @@ FLAG = "--kv-events-config"
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
 END = (-1).to_bytes(8, "big", signed=True)
 """The sequence number that ends a replay."""
-_POLL_SECONDS = 0.05
-_TURN_SECONDS = 0.005
-_IDLE_SECONDS = 1.0
-_END_SECONDS = 1.0
-_GREETING_SECONDS = 5
+_REPLAY_POLL_SECONDS = 0.05
+"""Maximum wait for a batch before looking for replay requests."""
+_REPLAYING_SECONDS = 0.005
+"""Maximum wait for a batch while a replay is unfinished."""
+_NO_REPLAY_POLL_SECONDS = 1.0
+"""Maximum wait for a batch if there is no replay endpoint."""
+_CLOSE_SECONDS = 1.0
+"""Maximum wait of `EventPublisher.close`, once for the queue and once for the thread."""
+_HANDSHAKE_SECONDS = 5
+"""Maximum time of a connection's ZeroMQ handshake."""
 _MOST_FRAME_BYTES = 1024
 """Maximum bytes of a client's frame: a replay request has 8, a subscription has its topic."""
 _MOST_REPLAYS = 16
 """Maximum concurrent replays per rank. Requests of further clients are ignored; they have to retry."""
 _MOST_REQUESTS_A_TURN = 64
+"""Maximum replay requests that a rank's socket reads between two batches, so that clients cannot hold up publishing."""
 _MOST_BATCHES_A_TURN = 256
+"""Maximum batches of one replay that are sent between two published batches."""
 _UNREAD_BATCHES = 256
 """Maximum batches of a replay queued in the socket for a client. The replay continues when the client has read some."""
 _STALLED_SECONDS = 30.0
@@ -66,20 +73,6 @@ _log = logging.getLogger(__name__)
 class KvEventsConfig(JsonOption):
     """Whether and where KV cache events are published, with vLLM's field names. Validated at construction.
 
-    Attributes:
-        publisher: `zmq`, or `null` for none; None: `zmq` if events are enabled.
-        endpoint: endpoint of DP rank 0. Rank r has the port + r, or the name with `_dp` and r.
-        bind: whether to bind the endpoint instead of connecting to it. None: bind endpoints with `*` or `::`, `ipc://` and `inproc://`
-            endpoints, and the default; connect to others.
-        replay_endpoint: has `endpoint`'s format, and is always bound; None: no replays. buffer_steps: batches kept per rank for replays.
-        curve_key_file: file with the server's public and secret key, as written by `zmq.auth.create_certificates`. Both sockets then use
-            CURVE.
-        curve_clients: folder with the public keys (`*.key`) of the allowed clients; requires `curve_key_file`.
-        allow_unauthenticated: whether an endpoint that other machines can reach may be bound without CURVE.
-        hwm: maximum messages queued for a slow subscriber; it loses further ones. max_queue_size: maximum batches queued for the
-            publisher's thread; further ones are lost, which subscribers see by the gap in sequence numbers.
-        topic: the first frame.
-
     Raises:
         UserError: a value is invalid.
     """
@@ -88,17 +81,22 @@ class KvEventsConfig(JsonOption):
     example: ClassVar[str] = '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "ipc:///run/kv"}\''
 
     enable_kv_cache_events: bool = False
-    publisher: str | None = None
-    endpoint: str = DEFAULT_ENDPOINT
+    publisher: str | None = None  # `zmq`, or `null` for none; None: `zmq` if events are enabled
+    endpoint: str = DEFAULT_ENDPOINT  # endpoint of DP rank 0. Rank r has the port + r, or the name with `_dp` and r
+    # whether to bind the endpoint instead of connecting to it. None: bind endpoints with `*` or `::`, `ipc://` and `inproc://` endpoints,
+    # and the default; connect to others
     bind: bool | None = None
-    replay_endpoint: str | None = None
+    replay_endpoint: str | None = None  # has `endpoint`'s format, and is always bound; None: no replays
+    # file with the server's public and secret key, as written by `zmq.auth.create_certificates`. Both sockets then use CURVE
     curve_key_file: str | None = None
+    # folder with the public keys (`*.key`) of the allowed clients; requires `curve_key_file`
     curve_clients: str | None = None
-    allow_unauthenticated: bool = False
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
+    allow_unauthenticated: bool = False  # whether an endpoint that other machines can reach may be bound without CURVE
+    buffer_steps: int = 10_000  # batches kept per rank for replays
+    hwm: int = 100_000  # maximum messages queued for a slow subscriber; it loses further ones
+    # maximum batches queued for the publisher's thread; further ones are lost, which subscribers see by the gap in sequence numbers
     max_queue_size: int = 100_000
-    topic: str = ""
+    topic: str = ""  # the first frame
 
     def __post_init__(self):
         self.check_flags("enable_kv_cache_events", "allow_unauthenticated")
@@ -122,8 +120,9 @@ class KvEventsConfig(JsonOption):
         """Whether to bind `endpoint` instead of connecting to it."""
         if self.bind is not None:
             return self.bind
-        is_tcp, is_any = self.endpoint.startswith("tcp://"), "*" in self.endpoint or "::" in self.endpoint
-        return is_any or not is_tcp or self.endpoint == DEFAULT_ENDPOINT
+        is_tcp = self.endpoint.startswith("tcp://")
+        has_wildcard = "*" in self.endpoint or "::" in self.endpoint
+        return has_wildcard or not is_tcp or self.endpoint == DEFAULT_ENDPOINT
 
     def _check_protection(self) -> None:
         for name in ("curve_key_file", "curve_clients"):
@@ -162,8 +161,9 @@ class EventPublisher:
         self._kept: list[deque[tuple[int, bytes]]] = [deque(maxlen=config.buffer_steps) for _ in range(num_ranks)]
         self._warned: set[str] = set()
         self._encoder = msgspec.msgpack.Encoder()
-        self._sockets, self._replays = [], []
-        self._under_way: list[dict[bytes, Iterator[None]]] = [{} for _ in range(num_ranks)]
+        self._sockets: list[zmq.Socket] = []  # by rank
+        self._replay_sockets: list[zmq.Socket] = []  # by rank; empty without a replay endpoint
+        self._running_replays: list[dict[bytes, Iterator[None]]] = [{} for _ in range(num_ranks)]
         self._curve = None if config.curve_key_file is None else _Curve(config.curve_key_file, config.curve_clients)
         context = zmq.Context.instance() if self._curve is None else self._curve.context
         try:
@@ -171,9 +171,9 @@ class EventPublisher:
                 self._sockets.append(self._make_socket(context, zmq.PUB, config.hwm))
                 _open(self._sockets[-1], endpoint_of(config.endpoint, rank), config.is_bound)
                 if config.replay_endpoint is not None:
-                    self._replays.append(self._make_socket(context, zmq.ROUTER, _UNREAD_BATCHES))
-                    self._replays[-1].router_mandatory = 1  # makes slow clients noticeable
-                    _open(self._replays[-1], endpoint_of(config.replay_endpoint, rank), bound=True)
+                    self._replay_sockets.append(self._make_socket(context, zmq.ROUTER, _UNREAD_BATCHES))
+                    self._replay_sockets[-1].router_mandatory = 1  # makes slow clients noticeable
+                    _open(self._replay_sockets[-1], endpoint_of(config.replay_endpoint, rank), bound=True)
         except BaseException:
             self._close_sockets()
             raise
@@ -181,7 +181,8 @@ class EventPublisher:
 
     def _make_socket(self, context: zmq.Context, kind: int, hwm: int) -> zmq.Socket:
         socket = context.socket(kind)
-        socket.maxmsgsize, socket.handshake_ivl = _MOST_FRAME_BYTES, _GREETING_SECONDS * 1000
+        socket.maxmsgsize = _MOST_FRAME_BYTES
+        socket.handshake_ivl = _HANDSHAKE_SECONDS * 1000
         socket.set_hwm(hwm)
         if self._curve is not None:
             self._curve.protect(socket)
@@ -211,8 +212,8 @@ class EventPublisher:
     def close(self) -> None:
         """Publish the queued batches, within a second or two, and end."""
         with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=_END_SECONDS)
-        self._thread.join(_END_SECONDS)
+            self._queue.put(None, timeout=_CLOSE_SECONDS)
+        self._thread.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:
         try:
@@ -221,8 +222,8 @@ class EventPublisher:
                 with contained("cache events", "A replay is not answered."):
                     is_busy = self._answer_replays()
                 try:
-                    seconds = _TURN_SECONDS if is_busy else _POLL_SECONDS
-                    item = self._queue.get(timeout=seconds if self._replays else _IDLE_SECONDS)
+                    seconds = _REPLAYING_SECONDS if is_busy else _REPLAY_POLL_SECONDS
+                    item = self._queue.get(timeout=seconds if self._replay_sockets else _NO_REPLAY_POLL_SECONDS)
                 except queue.Empty:
                     # libzmq frees its state of lost subscribers only when a socket is used.
                     for socket in self._sockets:
@@ -241,9 +242,9 @@ class EventPublisher:
     def _answer_replays(self) -> bool:
         """Read replay requests and continue replays, within a turn's limits. Return whether any replay is unfinished."""
         is_busy = False
-        for rank, socket in enumerate(self._replays):
+        for rank, socket in enumerate(self._replay_sockets):
             self._read_requests(rank, socket)
-            under_way = self._under_way[rank]
+            under_way = self._running_replays[rank]
             for client, replay in list(under_way.items()):
                 try:
                     next(replay)
@@ -253,7 +254,7 @@ class EventPublisher:
         return is_busy
 
     def _read_requests(self, rank: int, socket: Any) -> None:
-        under_way = self._under_way[rank]
+        under_way = self._running_replays[rank]
         for _ in range(_MOST_REQUESTS_A_TURN):
             if not socket.poll(0):
                 return
@@ -270,20 +271,23 @@ class EventPublisher:
 
     def _replay(self, rank: int, client: bytes, number: int) -> Iterator[None]:
         """Send a client the batches from this number on. Each `next` sends as many as the socket takes, up to a turn's limit."""
-        kept, socket, moved = self._kept[rank], self._replays[rank], time.monotonic()
-        while time.monotonic() - moved < _STALLED_SECONDS:
-            first = bisect.bisect_left(kept, (number,))
+        batches = self._kept[rank]
+        socket = self._replay_sockets[rank]
+        last_progress = time.monotonic()
+        while time.monotonic() - last_progress < _STALLED_SECONDS:
+            first = bisect.bisect_left(batches, (number,))
             with contextlib.suppress(zmq.Again):
-                for sent, payload in itertools.islice(kept, first, first + _MOST_BATCHES_A_TURN):
+                for sent, payload in itertools.islice(batches, first, first + _MOST_BATCHES_A_TURN):
                     socket.send_multipart((client, b"", sent.to_bytes(8, "big"), payload), zmq.DONTWAIT)
-                    number, moved = sent + 1, time.monotonic()
-                if first + _MOST_BATCHES_A_TURN >= len(kept):
+                    number = sent + 1
+                    last_progress = time.monotonic()
+                if first + _MOST_BATCHES_A_TURN >= len(batches):
                     socket.send_multipart((client, b"", END, b""), zmq.DONTWAIT)
                     return
             yield
 
     def _close_sockets(self) -> None:
-        for socket in (*self._sockets, *self._replays):
+        for socket in (*self._sockets, *self._replay_sockets):
             socket.close(linger=100)
         if self._curve is not None:
             self._curve.close()
@@ -297,7 +301,7 @@ class _Curve:
             raise UserError(f"{FLAG}: this pyzmq was built without CURVE; install one from PyPI, whose wheels have it")
         try:
             self._public, self._secret = zmq.auth.load_certificate(key_file)
-            known = len(zmq.auth.load_certificates(clients))
+            num_clients = len(zmq.auth.load_certificates(clients))
         except (OSError, ValueError) as error:
             raise UserError(f"{FLAG}: CURVE's keys cannot be read: {error}") from error
         if self._secret is None:
@@ -306,7 +310,7 @@ class _Curve:
             raise UserError(
                 f"{FLAG}: others than its owner may use curve_key_file {key_file} (mode {mode:03o}); chmod 600 {key_file}"
             )
-        if not known:
+        if not num_clients:
             raise UserError(f"{FLAG}: curve_clients {clients} has no public key (*.key), so nobody could come in")
         self.context = zmq.Context()
         self._authenticator = ThreadAuthenticator(self.context)
@@ -362,6 +366,7 @@ class PageEventStream(Attachment):
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
         """Report the cache of every DP rank as cleared, for the ranks of the previous mesh and of the new one."""
+        # `scheduler` is None at the first start. Later it is still the previous mesh's here.
         if self.scheduler is not None:
             for rank in range(max(len(self.scheduler.ranks), executor.limits.num_ranks)):
                 self._publish(rank, [AllBlocksCleared()], "Routers do not hear that pages are gone.")
@@ -380,7 +385,7 @@ class PageEventStream(Attachment):
         self.planned()
 
     def close(self, failed: bool) -> None:
-        """Close the sinks, unless the engine has failed."""
+        """Close the sinks, unless the engine has failed: closing waits for queued events, and would delay the error for clients."""
         if not failed:
             for sink in self._sinks:
                 sink.close()

@@ -24,20 +24,20 @@ CLOSE_SECONDS = 3.0
 
 
 class StoredPage(NamedTuple):
-    """Evicted page. slot: of host memory; −1: not copied there. number: of the disk write; −1: not written."""
+    """Evicted page."""
 
     page: int
-    slot: int
-    number: int
+    slot: int  # of host memory; −1: not copied there
+    number: int  # of the disk write; −1: not written
     name: bytes
 
 
 class Reading(NamedTuple):
-    """Request that waits for disk reads. numbers: of the reads still outstanding. since: time at which the wait began."""
+    """Request that waits for disk reads."""
 
     request: Request
-    numbers: set[int]
-    since: float
+    numbers: set[int]  # of the reads still outstanding
+    since: float  # time at which the wait began
 
 
 class OffloadTiers(PageSource):
@@ -64,8 +64,11 @@ class OffloadTiers(PageSource):
 
     def bind(self, ranks: Sequence[RankPages]) -> None:
         """Start with empty host memory and a disk whose pages are not listed yet."""
-        self.ranks, config = ranks, self.config
-        slots, windows, under_way = config.host_pages_per_rank, config.host_windows_per_rank, max(2, config.num_batches)
+        self.ranks = ranks
+        config = self.config
+        slots = config.host_pages_per_rank
+        windows = config.host_windows_per_rank
+        under_way = max(2, config.num_batches)
         self.host = [HostTier(slots, under_way) for _ in ranks] if slots else []
         self.windows = [HostTier(windows, under_way, WINDOW_NUMBERS) for _ in ranks] if windows else []
         self.disk = DiskTier(config.disk_pages, config.disk_page_bytes) if config.disk_pages else None
@@ -91,7 +94,8 @@ class OffloadTiers(PageSource):
         """Give up disk reads that timed out, and wake requests whose pages have arrived."""
         for host in self._hosts(rank):
             host.begin_step()
-        landing, readings = self.ranks[rank].landing, self._readings[rank]
+        landing = self.ranks[rank].landing
+        readings = self._readings[rank]
         for request, numbers, since in readings:
             if now - since > PATIENCE:
                 request.is_loading = False
@@ -125,7 +129,7 @@ class OffloadTiers(PageSource):
         awaited: set[int] = set()
         wanted: set[bytes] = set()
         is_full = False
-        for place, name in enumerate(names, start=1):
+        for count, name in enumerate(names, start=1):
             page = landing.get(name)
             if page is not None:
                 if not page.here:
@@ -142,7 +146,7 @@ class OffloadTiers(PageSource):
                 if not landing.make_room(1, wanted, now):
                     is_full = True
                     break
-            window = self.ranks[rank].pool.num_windows > 0 and place == len(names)
+            window = self.ranks[rank].pool.num_windows > 0 and count == len(names)
             number = landing.expect(name, self, "disk", now, PATIENCE, window=window)
             landing.requests.append((number, name))
             awaited.add(number)
@@ -232,7 +236,8 @@ class OffloadTiers(PageSource):
             self._dropped = self.disk.take_dropped()
             if any(self._dropped):
                 yield CommandTurn.DELETE, drop_command(*self._dropped)
-        stores, self._stores = self._stores, [[] for _ in self.ranks]
+        stores = self._stores
+        self._stores = [[] for _ in self.ranks]
         if any(stores):
             yield CommandTurn.STORE, store_command(stores)
 
@@ -255,10 +260,10 @@ class OffloadTiers(PageSource):
     def write_cached(self, most: int, now: float) -> list[list[StoredPage]]:
         """Start writing up to `most` recently used cached pages that the disk lacks. Return them per rank, most recently used last."""
         self.disk.begin_step(now)
-        each = -(-min(most, self.disk.writable) // len(self.ranks))
+        per_rank = -(-min(most, self.disk.writable) // len(self.ranks))
         stores = []
         for number, pages in enumerate(self.ranks):
-            lacking = [(page, name) for page, name in pages.pool.idle_names() if not self.disk.has(name)][:each]
+            lacking = [(page, name) for page, name in pages.pool.idle_names() if not self.disk.has(name)][:per_rank]
             stored = [StoredPage(page, NOWHERE, self._write(number, page, name), name) for page, name in lacking]
             stores.append([one for one in reversed(stored) if one.number != NOWHERE])
         return stores
@@ -287,7 +292,8 @@ class OffloadAttachment(Attachment):
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
         """Attach to the executor's host memory and disk."""
-        self._executor, self._reporter = executor, executor.extension(PageReporter)
+        self._executor = executor
+        self._reporter = executor.extension(PageReporter)
         self.source.config = config
 
     def begin_step(self, now: float) -> None:

@@ -35,7 +35,7 @@ class TierOptions:
         """Publish KV cache events in vLLM's format. JSON: '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": """
         """"tcp://127.0.0.1:5557"}'.""",
         Group.CACHE,
-        of_host=True,
+        host_only=True,
     )
 
     @property

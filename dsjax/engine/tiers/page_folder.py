@@ -55,13 +55,13 @@ BLOCK = 4096
 
 
 class Entry(NamedTuple):
-    """File of a page. path: relative to the folder. name: in hexadecimal. is_whole: completely written. used: time of last use."""
+    """File of a page."""
 
-    path: str
-    name: str
-    is_whole: bool
+    path: str  # relative to the folder
+    name: str  # in hexadecimal
+    is_whole: bool  # completely written
     size: int
-    used: float
+    used: float  # time of last use
 
 
 class PageFolder(OwnedFolder):
@@ -72,7 +72,8 @@ class PageFolder(OwnedFolder):
     """
 
     def __init__(self, path: str | Path):
-        self.path, self._lock = Path(path), None
+        self.path = Path(path)
+        self._lock = None
         with self._explained():
             super().__init__(self.path)
             self._recognise()
@@ -158,9 +159,9 @@ class PageFolder(OwnedFolder):
                 os.close(file)
                 return
         others = sorted(names)
-        shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        listed = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
         raise UserError(
-            f"--disk-cache: {self.path} holds files that are not dsjax's ({shown}), and nothing of them is touched; "
+            f"--disk-cache: {self.path} holds files that are not dsjax's ({listed}), and nothing of them is touched; "
             "give a folder that is empty or does not exist yet"
         )
 
@@ -184,21 +185,20 @@ class PageFileError(Exception):
 
 
 class Listing(NamedTuple):
-    """Pages, least recently used first, with their bytes on the disk.
+    """Pages, least recently used first, with their bytes on the disk."""
 
-    names: this fingerprint's. others: (last use, relative path, bytes) of other fingerprints'.
-    """
-
-    names: dict[bytes, int]
-    others: list[tuple[float, str, int]]
+    names: dict[bytes, int]  # this fingerprint's
+    others: list[tuple[float, str, int]]  # (last use, relative path, bytes) of other fingerprints'
 
 
 class PageFiles:
     """Page files of one compatibility fingerprint.
 
     Args:
-        folder: locked by this process. space: everything but the tokens that determines a page's values; JSON-serialisable.
-        shapes: name to shape and dtype of the arrays of both kinds of pages. windows: names of those on window pages, if there are any.
+        folder: locked by this process.
+        space: everything but the tokens that determines a page's values; JSON-serialisable.
+        shapes: name to shape and dtype of the arrays of both kinds of pages.
+        windows: names of those on window pages, if there are any.
 
     page_bytes: disk space of a context page in bytes.
     """
@@ -241,24 +241,24 @@ class PageFiles:
             OSError: the file cannot be read.
             PageFileError: the file is truncated, damaged or of another page.
         """
-        shown = self.folder.path / self._path(name)
+        path = self.folder.path / self._path(name)
         with (
             self.folder.opened(self.space, name.hex()[:2]) as folder,
-            os.fdopen(open_file(shown.name, folder), "rb") as file,
+            os.fdopen(open_file(path.name, folder), "rb") as file,
         ):
             header = file.read(HEADER.size)
             content = os.fstat(file.fileno()).st_size - HEADER.size
             if content not in self._contents:
-                raise PageFileError(f"{shown} is torn")
+                raise PageFileError(f"{path} is torn")
             kind = header[_KIND]
             if kind >= len(self._kinds):
-                raise PageFileError(f"{shown} is damaged")
+                raise PageFileError(f"{path} is damaged")
             page = {key: np.empty(shape, dtype) for key, (shape, dtype) in self._kinds[kind].items()}
             parts = [_bytes(array) for array in page.values()]
             if content != self._contents[kind] or any(file.readinto(part) < len(part) for part in parts):
-                raise PageFileError(f"{shown} is torn")
+                raise PageFileError(f"{path} is torn")
             if header != self._header(name, kind, parts):
-                raise PageFileError(f"{shown} is damaged, or of another page")
+                raise PageFileError(f"{path} is damaged, or of another page")
             with contextlib.suppress(OSError):  # a disk that became read-only stays readable
                 os.utime(file.fileno())
         return page

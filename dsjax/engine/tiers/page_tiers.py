@@ -10,7 +10,7 @@ NOWHERE = -1
 
 
 class TierCounts(NamedTuple):
-    """Counters of a tier. stored, fetched, evicted: pages since the start."""
+    """Numbers of pages in a tier: the first two at present, the others since the start."""
 
     used_pages: int
     usable_pages: int
@@ -114,11 +114,11 @@ class HostTier:
 
     def forget(self, names: Iterable[bytes]) -> list[bytes]:
         """Remove pages from the index. Return the ones that were stored."""
-        gone = [name for name in names if name in self._names]
-        for name in gone:
+        known_names = [name for name in names if name in self._names]
+        for name in known_names:
             self._free.append(self._names.remove(name))
             self._leaving.pop(name, None)
-        return gone
+        return known_names
 
     def flush(self) -> list[bytes]:
         """Forget every page. Return them all."""
@@ -126,14 +126,12 @@ class HostTier:
 
 
 class PageReports(NamedTuple):
-    """Results of disk reads and writes since the last report.
+    """Results of disk reads and writes since the last report."""
 
-    read: (rank, number, success). written: (number, success). listed: the pages that an earlier run left, least recently used first, with
-    the room that each takes, in context pages. Only one report has them; it is None in all others.
-    """
-
-    read: list[tuple[int, int, bool]]
-    written: list[tuple[int, bool]]
+    read: list[tuple[int, int, bool]]  # (rank, number, success)
+    written: list[tuple[int, bool]]  # (number, success)
+    # the pages that an earlier run left, least recently used first, with the room that each takes, in context pages. Only one report has
+    # them; it is None in all others
     listed: dict[bytes, int] | None = None
 
 

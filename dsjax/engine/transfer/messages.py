@@ -21,32 +21,25 @@ CHUNK_PAGES = 16
 
 
 class PrefillRequest(msgspec.Struct, frozen=True, array_like=True, tag="prefill_request"):
-    """Compute pages and send them.
+    """Compute pages and send them."""
 
-    Attributes:
-        transfer: ID of this transfer on both sides.
-        tokens: int32, from the start of the prompt to one token after the last page requested. first, end: requests pages [first, end);
-            in a model with window pages also the one at `end`, which is sent as page number `end`.
-        priority: of the request; prefill orders its queue by it.
-        page: name of the last page requested (`extend_hashes`), if another engine asks: pages with other names are never sent.
-        dp_rank: chosen by an external router; None: prefill chooses.
-    """
-
-    transfer: str
-    tokens: bytes
-    first: int
+    transfer: str  # ID of this transfer on both sides
+    tokens: bytes  # int32, from the start of the prompt to one token after the last page requested
+    first: int  # first page requested
+    # page after the last one requested; in a model with window pages, `end`'s window page is sent too, as page number `end`
     end: int
     salt: str | None = None
-    priority: int = 0
+    priority: int = 0  # of the request; prefill orders its queue by it
+    # name of the last page requested (`extend_hashes`), if another engine asks: pages with other names are never sent
     page: bytes = b""
-    dp_rank: int | None = None
+    dp_rank: int | None = None  # chosen by an external router; None: prefill chooses
 
 
 class CancelTransfer(msgspec.Struct, frozen=True, array_like=True, tag="cancel_transfer"):
-    """Cancel the rest of a transfer and its chunks. page: name of its last page, if the sender did not request the transfer."""
+    """Cancel the rest of a transfer and its chunks."""
 
     transfer: str
-    page: bytes = b""
+    page: bytes = b""  # name of its last page, if the sender did not request the transfer
 
 
 class ReleaseChunk(msgspec.Struct, frozen=True, array_like=True, tag="release_chunk"):
@@ -60,21 +53,15 @@ class FlushPages(msgspec.Struct, frozen=True, array_like=True, tag="flush_pages"
 
 
 class ChunkReady(msgspec.Struct, frozen=True, array_like=True, tag="chunk_ready"):
-    """A chunk can be pulled until its lease expires.
-
-    Attributes:
-        first, count: pages of the transfer, in order. cached: tokens of the prompt that prefill had cached.
-        address: `HOST:PORT` of the process that owns the chunk; empty within one process.
-        names: of its pages, 32 bytes each. Decode rejects pages with names other than it requested.
-    """
+    """A chunk can be pulled until its lease expires."""
 
     transfer: str
     number: int
-    first: int
-    count: int
-    cached: int = 0
-    address: str = ""
-    names: bytes = b""
+    first: int  # index in the transfer of the chunk's first page
+    count: int  # number of consecutive pages
+    cached: int = 0  # tokens of the prompt that prefill had cached
+    address: str = ""  # `HOST:PORT` of the process that owns the chunk; empty within one process
+    names: bytes = b""  # of its pages, 32 bytes each. Decode rejects pages with names other than it requested
 
 
 class TransfersUnderWay(msgspec.Struct, frozen=True, array_like=True, tag="transfers_under_way"):
@@ -84,31 +71,31 @@ class TransfersUnderWay(msgspec.Struct, frozen=True, array_like=True, tag="trans
 
 
 class TransferFailed(msgspec.Struct, frozen=True, array_like=True, tag="transfer_failed"):
-    """A transfer ends without the rest of its pages. transfer: empty if the prefill engine, and so every transfer, has ended."""
+    """A transfer ends without the rest of its pages."""
 
-    transfer: str
+    transfer: str  # empty if the prefill engine, and so every transfer, has ended
     reason: str
 
 
 class Greeting(msgspec.Struct, frozen=True, array_like=True, tag="greeting"):
-    """First message of a decode engine, which prefill accepts or refuses. space: compatibility fingerprint and transport."""
+    """First message of a decode engine, which prefill accepts or refuses."""
 
-    space: dict[str, Any]
+    space: dict[str, Any]  # compatibility fingerprint and transport
 
 
 class PublishedChunk(msgspec.Struct, frozen=True, array_like=True):
-    """Reply to the pull with this number: the chunk can be pulled once. ticket: from `Transport.publish`. transport: its address."""
+    """Reply to the pull with this number: the chunk can be pulled once."""
 
     pull: int
-    transport: str
-    ticket: bytes
+    transport: str  # address of the transport
+    ticket: bytes  # from `Transport.publish`
 
 
 class PullDone(msgspec.Struct, frozen=True, array_like=True):
-    """The pull with this number has ended. ok: whether the chunk arrived."""
+    """The pull with this number has ended."""
 
     pull: int
-    ok: bool = True
+    ok: bool = True  # whether the chunk arrived
 
 
 ToPrefill = PrefillRequest | CancelTransfer | ReleaseChunk | FlushPages
@@ -118,23 +105,20 @@ Chunk = dict[str, Any]
 
 
 class Source(NamedTuple):
-    """Location of a chunk. link: number of its prefill engine. address: `ChunkReady.address`."""
+    """Location of a chunk."""
 
-    link: int
-    address: str = ""
+    link: int  # number of its prefill engine
+    address: str = ""  # `ChunkReady.address`
 
 
 class PulledChunk(NamedTuple):
-    """Result of a decode rank's pull of a chunk.
-
-    link: number of the prefill engine. pages: landing numbers of its pages. ok: whether it arrived on all devices of the rank.
-    """
+    """Result of a decode rank's pull of a chunk."""
 
     rank: int
-    link: int
+    link: int  # number of the prefill engine
     number: int
-    pages: list[int]
-    ok: bool
+    pages: list[int]  # landing numbers of its pages
+    ok: bool  # whether it arrived on all devices of the rank
 
 
 Pull = Callable[[Source, int, Any], Chunk]

@@ -41,10 +41,10 @@ _CHECK_SECONDS = 0.25
 
 
 class _SealedPages(NamedTuple):
-    """Consecutive pages of a transfer that wait for a chunk. first: index of the first page in its prompt."""
+    """Consecutive pages of a transfer that wait for a chunk."""
 
     send: PageSend
-    first: int
+    first: int  # index of the first page in its prompt
     pages: list[int]
 
 

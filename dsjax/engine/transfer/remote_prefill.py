@@ -34,52 +34,38 @@ TIER = "prefill"
 
 
 class TransferCounts(NamedTuple):
-    """Counts of transfers since the start.
+    """Counts of transfers since the start."""
 
-    Attributes:
-        asked, completed, given_up: transfers. refused: transfers given up because the offered pages differ from the requested ones.
-        pages: pages that have arrived. under_way: unfinished transfers.
-        landed: size, in pages, of the chunks of all ranks that are on the devices outside the cache or being pulled there.
-    """
-
-    asked: int = 0
-    completed: int = 0
-    given_up: int = 0
-    pages: int = 0
-    under_way: int = 0
+    asked: int = 0  # transfers
+    completed: int = 0  # transfers
+    given_up: int = 0  # transfers
+    pages: int = 0  # pages that have arrived
+    under_way: int = 0  # unfinished transfers
+    # size, in pages, of the chunks of all ranks that are on the devices outside the cache or being pulled there
     landed: int = 0
-    refused: int = 0
+    refused: int = 0  # transfers given up because the offered pages differ from the requested ones
 
 
 @dataclass(eq=False)
 class Transfer:
-    """Pages that one prefill side computes for one rank.
-
-    Attributes:
-        names: of the pages; the first one is page `first` of its requests. In a model with window pages the last name is a window page's.
-            awaited: names of pages that have not arrived.
-        pulling: names of the pages being pulled, by landing number.
-        owner: the request that started it. requests: all requests that wait for it; without any, it is cancelled. waiters: requests
-            that the scheduler skips until something arrives.
-        last_message_time: time of the last message about it. request_time: time at which it was requested.
-        cached: tokens cached on the prefill side. offered_chunks: chunks that were offered, because an offer may arrive twice.
-    """
+    """Pages that one prefill side computes for one rank."""
 
     name: str
     link: int
     rank: int
     first: int
+    # names of the pages asked for; names[0] is page number `first` of its requests. With window pages, the last one names a window page
     names: list[bytes]
-    request_time: float
-    last_message_time: float
-    awaited: set[bytes]
-    owner: Request
-    requests: set[Request] = field(default_factory=set)
-    waiters: set[Request] = field(default_factory=set)
+    request_time: float  # time at which it was requested
+    last_message_time: float  # time of the last message about it
+    awaited: set[bytes]  # names of pages that have not arrived
+    owner: Request  # the request that started it
+    requests: set[Request] = field(default_factory=set)  # all requests that wait for it; without any, it is cancelled
+    waiters: set[Request] = field(default_factory=set)  # requests that the scheduler skips until something arrives
     offers: deque[ChunkReady] = field(default_factory=deque)
-    pulling: dict[int, bytes] = field(default_factory=dict)
-    cached: int = 0
-    offered_chunks: set[int] = field(default_factory=set)
+    pulling: dict[int, bytes] = field(default_factory=dict)  # names of the pages being pulled, by landing number
+    cached: int = 0  # tokens cached on the prefill side
+    offered_chunks: set[int] = field(default_factory=set)  # chunks that were offered, because an offer may arrive twice
 
     def matches(self, offer: ChunkReady) -> bool:
         """Whether an offer's numbers are valid and its pages have the names that were asked for.
@@ -113,7 +99,7 @@ class RemotePrefills(PageSource):
 
     Attributes:
         connect: returns the number of the prefill engine at an address that a request names; None: addresses are ignored.
-        awaited: pages that each prefill engine was asked for and that have not come.
+        pages_awaited_from: number of pages that each prefill engine was asked for and that have not arrived.
 
     Args:
         num_links: number of prefill engines that any request may be sent to.
@@ -135,7 +121,7 @@ class RemotePrefills(PageSource):
         self._computed_locally: set[Request] = set()  # because a transfer for them was given up
         self._default_links = range(num_links)
         self._link_numbers = itertools.count()
-        self.awaited: dict[int, int] = {}
+        self.pages_awaited_from: dict[int, int] = {}
         self._backoffs: dict[int, Backoff] = {}
         for _ in self._default_links:
             self.add_link()
@@ -154,7 +140,7 @@ class RemotePrefills(PageSource):
     def add_link(self) -> int:
         """Add a prefill engine for requests that name it, and return its number."""
         number = next(self._link_numbers)
-        self._backoffs[number], self.awaited[number] = Backoff(), 0
+        self._backoffs[number], self.pages_awaited_from[number] = Backoff(), 0
         return number
 
     def forget_link(self, link: int, now: float) -> bool:
@@ -166,7 +152,7 @@ class RemotePrefills(PageSource):
             or any(transfer.link == link for transfer in self._transfers.values())
         ):
             return False
-        del self._backoffs[link], self.awaited[link]
+        del self._backoffs[link], self.pages_awaited_from[link]
         return True
 
     @property
@@ -229,6 +215,7 @@ class RemotePrefills(PageSource):
         joined = self._transfer_by_request.get(request)
         if len(cached) >= len(names) or request in self._computed_locally:
             return Lookup.ABSENT
+        # Its own transfer asked for every page that it lacked. A page that it lacks now was evicted since, and is computed here.
         if joined is not None and joined.owner is request:
             return Lookup.ABSENT
         pool = self.ranks[rank].pool
@@ -356,14 +343,15 @@ class RemotePrefills(PageSource):
         """Return how many requests of a rank wait for transfers, and how many pages they will still need."""
         of_rank = [transfer for transfer in self._transfers.values() if transfer.rank == rank]
         requests = sum(len(transfer.requests) for transfer in of_rank)
+        # After the transferred pages, each request needs one more for the tokens that it computes itself.
         return requests, sum(len(transfer.awaited) for transfer in of_rank) + requests
 
     def _request_prefill(
         self, rank: int, request: Request, num_cached: int, names: Sequence[bytes], now: float
     ) -> None:
-        link = min(self._available_links(request, now), key=lambda link: self.awaited[link])
+        link = min(self._available_links(request, now), key=lambda link: self.pages_awaited_from[link])
         pool = self.ranks[rank].pool
-        end = len(names) - (pool.num_windows > 0)
+        end = len(names) - 1 if pool.num_windows else len(names)  # the last name is that of the window page
         first = min(num_cached, end - 1)  # if only the window page is missing, it comes with the last page
         missing_names = list(names[first:])
         given_name = self._named_transfers.pop(request, None)
@@ -372,9 +360,10 @@ class RemotePrefills(PageSource):
         name = given_name or f"{self._prefix}-{next(self._numbers)}"
         transfer = Transfer(name, link, rank, first, missing_names, now, now, set(missing_names), request)
         self._transfers[name] = transfer
-        self.awaited[link] += len(transfer.awaited)
+        self.pages_awaited_from[link] += len(transfer.awaited)
         for page_name in missing_names:
             self._transfer_by_page.setdefault((rank, page_name), transfer)
+        # One token more than the pages have: an engine computes a prompt's last token even if it is cached (`readable_names`).
         tokens = request.token_ids[: end * pool.page_size + 1]
         salt, priority = request.options.cache_salt, request.options.priority
         message = PrefillRequest(name, int32s(tokens), first, end, salt, priority, names[end - 1])
@@ -441,7 +430,7 @@ class RemotePrefills(PageSource):
     def _mark_arrived(self, transfer: Transfer, name: bytes) -> None:
         if name in transfer.awaited:
             transfer.awaited.remove(name)
-            self.awaited[transfer.link] -= 1
+            self.pages_awaited_from[transfer.link] -= 1
         if self._transfer_by_page.get((transfer.rank, name)) is not transfer:
             return
         del self._transfer_by_page[transfer.rank, name]

@@ -18,23 +18,17 @@ _NUM_NUMBERS = WINDOW_NUMBERS
 
 @dataclass(eq=False)
 class PageSend:
-    """A prompt that is computed for a decode engine.
-
-    Attributes:
-        receive: sends a message to the decode engine; None until that engine has asked.
-        first, end: pages [first, end) are requested. next: the first page that is not handed over yet.
-        windows: 1 in a model with window pages: the window page at `end` follows the others, as page number `end`.
-        cached: tokens found in the cache at its first admission; None before that.
-    """
+    """A prompt that is computed for a decode engine."""
 
     transfer: str
     request: Request
-    receive: Callable[[ToDecode], None] | None
-    first: int
-    next: int
-    end: int
+    receive: Callable[[ToDecode], None] | None  # sends a message to the decode engine; None until that engine has asked
+    first: int  # first page requested
+    next: int  # the first page that is not handed over yet
+    end: int  # page after the last one requested
+    # 1 in a model with window pages: the window page at `end` follows the others, as page number `end`
     windows: int = 0
-    cached: int | None = None
+    cached: int | None = None  # tokens found in the cache at its first admission; None before that
 
     @property
     def is_complete(self) -> bool:
@@ -56,13 +50,13 @@ class ChunkOwner(NamedTuple):
 
 @dataclass(eq=False)
 class SendBuffer:
-    """A chunk of a transfer. chunk: its pages; None before they are gathered, or if another process keeps them."""
+    """A chunk of a transfer."""
 
     rank: int
     send: PageSend
     offer: ChunkReady
     deadline: float
-    chunk: Chunk | None = None
+    chunk: Chunk | None = None  # its pages; None before they are gathered, or if another process keeps them
     is_ready: bool = False
 
 

@@ -49,14 +49,11 @@ class Transport(ABC):
 
 
 class Backend(NamedTuple):
-    """Row of the table. package: required package. extra: the extra that installs it.
+    """Row of the table."""
 
-    implementation: `module:class`, called with a device of this process and this host's address.
-    """
-
-    implementation: str
-    package: str = "jax"
-    extra: str = ""
+    implementation: str  # `module:class`, called with a device of this process and this host's address
+    package: str = "jax"  # required package
+    extra: str = ""  # the extra that installs it
 
 
 BACKENDS = {

@@ -26,7 +26,8 @@ class Collectives:
     def __init__(self):
         self.endpoint: Endpoint | None = None
         self._others: set[Endpoint] = set()
-        self._epoch, self._order = -1, ()
+        self._epoch = -1
+        self._order = ()
         self._seen: set[int] = set()  # inodes of connections of earlier mesh epochs
         self._of: dict[tuple[int, ...], set[int]] = {}  # inodes by the device order that opened them
         self._beside: dict[int, Callable[[], None]] = {}  # by mesh epoch
@@ -35,11 +36,11 @@ class Collectives:
     def made_by(self, make: Callable[[], Made]) -> Made:
         """Call `make`, which makes gloo listen, and record gloo's address."""
         before = set(_listeners())
-        made = make()
+        result = make()
         new_listeners = set(_listeners()) - before
         if len(new_listeners) == 1:  # otherwise another socket began to listen at the same time
             self.endpoint = new_listeners.pop()
-        return made
+        return result
 
     def begin(self, epoch: int, order: Iterable[int], endpoints: Iterable[Sequence | None]) -> None:
         """Begin a mesh epoch, which has no connections yet.
@@ -51,7 +52,8 @@ class Collectives:
             now = {inode for inode, _ in self._connections()}
             self._of.setdefault(self._order, set()).update(now - self._seen)
             self._seen |= now
-            self._epoch, self._order = epoch, tuple(order)
+            self._epoch = epoch
+            self._order = tuple(order)
 
     def cut_with(self, epoch: int, cut: Callable[[], None]) -> None:
         """Also call `cut` when a mesh epoch is cut, for waits on other processes outside collectives."""
@@ -64,13 +66,14 @@ class Collectives:
         Connections of other device orders stay open, because those groups can be used again.
         """
         with self._lock:
-            beside = self._beside.pop(epoch, None)
-        if beside is not None:
-            beside()
+            cut_other = self._beside.pop(epoch, None)
+        if cut_other is not None:
+            cut_other()
         with self._lock:
             if epoch != self._epoch:
                 return 0
-            count, again = 0, self._of.get(self._order, set())
+            count = 0
+            again = self._of.get(self._order, set())
             for inode, connection in self._connections():
                 if inode not in self._seen or inode in again:
                     with contextlib.suppress(OSError):  # already closed

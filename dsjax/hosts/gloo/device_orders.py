@@ -63,7 +63,8 @@ class DeviceOrders:
 
     def _groups(self, order: Sequence[int], shape: tuple[int, ...]) -> set[Group]:
         """Return the ordered groups of collectives, over any combination of mesh axes, that span several processes."""
-        grid, across = np.array(order).reshape(shape), set()
+        grid = np.array(order).reshape(shape)
+        across = set()
         axes = [axis for axis in range(len(shape)) if shape[axis] > 1]
         ways = [way for count in range(1, len(axes) + 1) for way in itertools.combinations(axes, count)]
         # Experts over ep and tp, widths over etp: dispatch counts the ranks that share a width last.
@@ -78,7 +79,7 @@ class DeviceOrders:
 
 def _blocks(device_ids: Sequence[int], tp: int, process_of: Mapping[int, int]) -> list[list[list[int]]]:
     """Return the tensor-parallel groups of each process."""
-    groups = [list(device_ids[at : at + tp]) for at in range(0, len(device_ids), tp)]
+    groups = [list(device_ids[start : start + tp]) for start in range(0, len(device_ids), tp)]
     return [list(block) for _, block in itertools.groupby(groups, key=lambda group: process_of[group[0]])]
 
 
@@ -88,7 +89,8 @@ def _order(blocks: list[list[list[int]]], attempt: int) -> list[int]:
     First come the rotations of the processes (0 is the natural order), then random orders that shuffle more and more: processes and their
     groups, all groups, and from half of `_TRIES` on also the devices within a group.
     """
-    count, rng = len(blocks), random.Random(attempt)
+    count = len(blocks)
+    rng = random.Random(attempt)
     if attempt < count:
         turned = blocks[attempt:] + blocks[:attempt]
     elif attempt < _TRIES // 4:

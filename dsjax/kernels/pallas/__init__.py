@@ -4,8 +4,6 @@
 kernel, as on CPUs, thus starts with a sixth of a second less CPU time.
 """
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,15 +31,10 @@ pltpu: Any = _LazyModule("jax.experimental.pallas.tpu")
 
 @dataclass(frozen=True)
 class PallasKernels:
-    """Selects the kernels of this package.
+    """Selects the kernels of this package."""
 
-    platform: whose kernels to use. interpret: run them in Pallas's interpreter, without such a device (slow, for tests). tiles: tile
-    sizes tuned by timing (``--kernel-config``); if None, or for shapes not in it, sizes are computed from the shape. cores: the GPU's
-    multiprocessors, whose shared memory bounds the tiles.
-    """
-
-    platform: Literal["gpu", "tpu"] = "gpu"
-
-    interpret: bool = False
+    platform: Literal["gpu", "tpu"] = "gpu"  # whose kernels to use
+    interpret: bool = False  # run them in Pallas's interpreter, without such a device (slow, for tests)
+    # tile sizes tuned by timing (``--kernel-config``); if None, or for shapes not in it, sizes are computed from the shape
     tiles: TileTable | None = None
-    cores: Cores = Cores()
+    cores: Cores = Cores()  # the GPU's multiprocessors, whose shared memory bounds the tiles

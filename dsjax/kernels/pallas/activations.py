@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dsjax.kernels.pallas import pl, plgpu
+from dsjax.kernels.pallas.addressing import whole_spec
 from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype
 from dsjax.kernels.pallas.order import KernelOrder
 from sharding import fp8
@@ -31,12 +32,11 @@ def quantise(x_TK: Float[Array, "T K"], *, powers: bool = False, interpret: bool
         plgpu.store(scale_ref.at[row, jnp.full_like(row, pl.program_id(0))], scale, mask=row < T)
 
     shapes = [jax.ShapeDtypeStruct((T, K), fp8.E4M3), jax.ShapeDtypeStruct((T, blocks), jnp.float32)]
-    whole = lambda array: pl.BlockSpec(array.shape, lambda b, r: (0, 0))  # noqa: E731
     values, scales = pl.pallas_call(
         kernel,
         grid=(blocks, pl.cdiv(T, ROWS)),
-        in_specs=[whole(x_TK)],
-        out_specs=[whole(shape) for shape in shapes],
+        in_specs=[whole_spec(x_TK)],
+        out_specs=[*map(whole_spec, shapes)],
         out_shape=shapes,
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         cost_estimate=cost.estimate,

@@ -9,7 +9,7 @@ partial results are merged (flash decoding).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.kernels.pallas import pl, plgpu
-from dsjax.kernels.pallas.addressing import addressable_layer
+from dsjax.kernels.pallas.addressing import addressable_layer, load_entries, whole_spec
 from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype, power
 from dsjax.kernels.pallas.order import MESH, ROWS, KernelOrder
 from dsjax.kernels.pallas.shared_memory import AttentionBytes, Cores, first_that_fits
@@ -29,22 +29,18 @@ from sharding import fp8
 
 NOTHING = -1e30
 """Score of an invisible position; finite, so that the difference of two such scores is not NaN."""
-LEAST_BLOCKS = 4
-"""Least blocks of positions in a split of the context: merging shorter splits moves more bytes than they read."""
+MIN_BLOCKS = 4
+"""Fewest blocks of positions in a split of the context: merging shorter splits moves more bytes than they read."""
 
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """Sizes that shape the kernel, not its results beyond rounding.
+    """Sizes that shape the kernel, not its results beyond rounding."""
 
-    rows: (token, head) pairs per program, a power of two of at least 16. positions: context positions read at once, likewise.
-    warps: per program. stages: blocks in flight from memory.
-    """
-
-    rows: int = 64
-    positions: int = 64
-    warps: int = 8
-    stages: int = 2
+    rows: int = 64  # (token, head) pairs per program, a power of two of at least 16
+    positions: int = 64  # context positions read at once, a power of two of at least 16
+    warps: int = 8  # per program
+    stages: int = 2  # blocks in flight from memory
 
     def tuned(self, table: TileTable | None, product: Product) -> AttentionTiles:
         """Return the table's sizes for this shape, or these sizes if the table has none."""
@@ -82,16 +78,16 @@ def latent_attention(
     """
     R, C, H, M = q_latent.shape
     O = q_rope.shape[-1]
-    taken = AttentionBytes(power(M), power(O), q_latent.dtype, cache_dtype)
+    latent_width, rope_width = power(M), power(O)
     if not isinstance(tiles, AttentionTiles):
         default = default_tiles(C * H)
         tiles = default.tuned(tiles, attention_product(R, C * H, M + O, cache_dtype))
-        tiles = first_that_fits(smaller_tiles(C * H), taken, cores) if tiles == default else tiles
+        if tiles == default:
+            memory = AttentionBytes(latent_width, rope_width, q_latent.dtype, cache_dtype)
+            tiles = first_that_fits(smaller_tiles(C * H), memory, cores)
     pairs = -(-C * H // tiles.rows) * tiles.rows
-    wide, narrow = power(M), power(O)
     cache, layer = addressable_layer(cache, layer)
-    stored = cache["latent"], cache["rope"]
-    L, P, G = stored[0].shape[:3]
+    L, P, G = cache["latent"].shape[:3]
     pages = tables.shape[1]
     blocks = -(-pages * G // tiles.positions)
     splits = split_context(R * (pairs // tiles.rows), blocks, cores.count)
@@ -100,9 +96,14 @@ def latent_attention(
         q = q.reshape(R, C * H, q.shape[-1])
         return jnp.pad(q, ((0, 0), (0, pairs - C * H), (0, width - q.shape[-1])))
 
-    scales = [cache["scale"]] if "scale" in cache else []
-    flat = [array.reshape(L * P * G, array.shape[-1]) for array in (*stored, *scales)]
-    holes = [] if filled is None else [filled.reshape(-1).astype(jnp.int8)]
+    def tile_spec(width):
+        return pl.BlockSpec((None, tiles.rows, width), lambda tile, split, row: (row, tile, 0))
+
+    has_scales = "scale" in cache
+    names = ("latent", "rope", "scale") if has_scales else ("latent", "rope")
+    arrays = [cache[name].reshape(L * P * G, cache[name].shape[-1]) for name in names]
+    if filled is not None:
+        arrays.append(filled.reshape(-1).astype(jnp.int8))
     kernel = partial(
         _kernel,
         heads=H,
@@ -110,39 +111,59 @@ def latent_attention(
         page_slots=G,
         pages_of_layer=P,
         pages=pages,
-        dtypes=(cache_dtype, jnp.bfloat16 if scales else cache_dtype),
+        dtypes=(cache_dtype, jnp.bfloat16 if has_scales else cache_dtype),
         scale=scale * math.log2(math.e),
         positions=tiles.positions,
         splits=splits,
     )
-    tile = lambda width: pl.BlockSpec((None, tiles.rows, width), lambda t, s, r: (r, t, 0))  # noqa: E731
-    whole = lambda array: pl.BlockSpec(array.shape, lambda t, s, r: (0,) * array.ndim)  # noqa: E731
-    scalars = [jnp.reshape(layer, 1), start, length, tables]
-    scalars = [array.astype(jnp.int32) for array in scalars]
-    part = lambda *width: pl.BlockSpec((None, None, tiles.rows, *width), lambda t, s, r: (s, r, t) + (0,) * len(width))  # noqa: E731
-    out_dtype = q_latent.dtype if splits == 1 else jnp.float32
-    cost = attention_cost(R, C, H, M, O, pages * G, q_latent.dtype, stored[0].dtype.itemsize, tiles, splits)
-    sizes = {"positions": tiles.positions, "splits": splits, "rows": tiles.rows}
-    order = KernelOrder(sizes, (ROWS, MESH))
-    out, peak = pl.pallas_call(
+    scalars = [array.astype(jnp.int32) for array in (jnp.reshape(layer, 1), start, length, tables)]
+    stored_bytes = cache["latent"].dtype.itemsize
+    cost = attention_cost(R, C, H, M, O, pages * G, q_latent.dtype, stored_bytes, tiles, splits)
+    specs = [*map(whole_spec, scalars), tile_spec(latent_width), tile_spec(rope_width), *map(whole_spec, arrays)]
+    result = jax.ShapeDtypeStruct((R, pairs, latent_width), q_latent.dtype)
+    attend = attend_in_splits("latent_attention", kernel, specs, result, tiles, splits, cost, interpret)
+    out = attend(*scalars, by_pair(q_latent, latent_width), by_pair(q_rope, rope_width), *arrays)
+    return out[:, : C * H, :M].reshape(R, C, H, M)
+
+
+def attend_in_splits(
+    name: str,
+    kernel: Callable,
+    specs: list[pl.BlockSpec],
+    result: jax.ShapeDtypeStruct,
+    tiles: AttentionTiles,
+    splits: int,
+    cost: KernelCost,
+    interpret: bool,
+) -> Callable[..., Float[Array, "R P M"]]:
+    """Return a function of a kernel's inputs. Program (tile, split, row) computes ``tiles.rows`` pairs of a row over a part of its context.
+
+    kernel: writes the attention over its part, and the base-2 logarithm of its sum of weights. specs: of the inputs. result: padded.
+    """
+    rows, pairs, width = result.shape
+    order = KernelOrder({"positions": tiles.positions, "splits": splits, "rows": tiles.rows}, (ROWS, MESH))
+    attend = pl.pallas_call(
         kernel,
-        grid=(pairs // tiles.rows, splits, R),
-        in_specs=[*map(whole, scalars), tile(wide), tile(narrow), *map(whole, [*flat, *holes])],
-        out_specs=[part(wide), part()],
+        grid=(pairs // tiles.rows, splits, rows),
+        in_specs=specs,
+        out_specs=[
+            pl.BlockSpec((None, None, tiles.rows, width), lambda tile, split, row: (split, row, tile, 0)),
+            pl.BlockSpec((None, None, tiles.rows), lambda tile, split, row: (split, row, tile)),
+        ],
         out_shape=[
-            jax.ShapeDtypeStruct((splits, R, pairs, wide), out_dtype),
-            jax.ShapeDtypeStruct((splits, R, pairs), jnp.float32),
+            jax.ShapeDtypeStruct((splits, rows, pairs, width), result.dtype if splits == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((splits, rows, pairs), jnp.float32),
         ],
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         cost_estimate=cost.estimate,
         metadata=cost.metadata | order.metadata,
         interpret=interpret,
-        name="latent_attention",
-    )(*scalars, by_pair(q_latent, wide), by_pair(q_rope, narrow), *flat, *holes)
-    return merge_splits(out, peak, q_latent.dtype)[:, : C * H, :M].reshape(R, C, H, M)
+        name=name,
+    )
+    return lambda *inputs: _merge_splits(*attend(*inputs), result.dtype)
 
 
-def merge_splits(out: Float[Array, "splits R P M"], peak: Float[Array, "splits R P"], dtype) -> Float[Array, "R P M"]:
+def _merge_splits(out: Float[Array, "splits R P M"], peak: Float[Array, "splits R P"], dtype) -> Float[Array, "R P M"]:
     """Merge attention over parts of the context. peak: base-2 logarithm of each part's sum of weights."""
     if len(out) == 1:
         return out[0]
@@ -153,39 +174,30 @@ def merge_splits(out: Float[Array, "splits R P M"], peak: Float[Array, "splits R
 
 
 def _kernel(
-    layer_ref, start_ref, length_ref, tables_ref, q_latent_ref, q_rope_ref, *refs,
+    layer_ref, start_ref, length_ref, tables_ref, q_latent_ref, q_rope_ref, latent_ref, rope_ref, *refs,
     heads, widths, page_slots, pages_of_layer, pages, dtypes, scale, positions, splits,
 ):  # fmt: skip
-    cached, refs = refs[:2], refs[2:]
-    scaled, (*holes, out_ref, peak_ref) = (refs[0], refs[1:]) if dtypes[0] == fp8.E4M3 else (None, refs)
+    *optional, out_ref, peak_ref = refs
+    is_fp8 = dtypes[0] == fp8.E4M3
+    scale_ref = optional.pop(0) if is_fp8 else None
+    filled_ref = optional.pop(0) if optional else None
     tile, split, row = (pl.program_id(axis) for axis in range(3))
-    (rows, wide), narrow = q_latent_ref.shape, q_rope_ref.shape[1]
+    (rows, latent_width), rope_width = q_latent_ref.shape, q_rope_ref.shape[1]
     # FP8 latents are multiplied unscaled, one block of a scale at a time, and the products are scaled.
-    part = wide if scaled is None else min(wide, fp8.BLOCK)
-    parts = range(0, wide, part)
-    q_latent, q_rope = [q_latent_ref[:, at : at + part] for at in parts], q_rope_ref[...]
+    chunk = min(latent_width, fp8.BLOCK) if is_fp8 else latent_width
+    chunks = [range(first, first + chunk) for first in range(0, latent_width, chunk)]
+    q_latent = [q_latent_ref[:, columns.start : columns.stop] for columns in chunks]
+    q_rope = q_rope_ref[...]
     dtype = q_rope.dtype
     start, length, first_page = start_ref[row], length_ref[row], layer_ref[0] * pages_of_layer
     token = (tile * rows + jnp.arange(rows)) // heads
-    position = jnp.where(token < length, start + token, -1)  # -1 sees nothing
+    q_position = jnp.where(token < length, start + token, -1)  # -1 sees nothing
     last = jnp.minimum((tile * rows + rows - 1) // heads, length - 1)
-    seen = jnp.where(tile * rows // heads < length, start + last + 1, 0)  # positions that the tile's last token sees
-    blocks = (jnp.minimum(seen, pages * page_slots) + positions - 1) // positions
-    share = (blocks + splits - 1) // splits
+    # positions that the tile's last token sees
+    context = jnp.where(tile * rows // heads < length, start + last + 1, 0)
+    blocks = (jnp.minimum(context, pages * page_slots) + positions - 1) // positions
+    blocks_per_split = (blocks + splits - 1) // splits
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
-
-    def entries(ref, index, mask, columns, width, stored):
-        """Return ``columns`` of the entries at ``index``; zero where masked and beyond the ``width`` columns that exist."""
-        at = columns.start + jnp.arange(len(columns))
-        mask = jnp.broadcast_to(mask[:, None], (positions, len(columns)))
-        if columns.stop > width:
-            mask, at = mask & (at < width), jnp.minimum(at, width - 1)
-        if stored != fp8.E4M3:
-            values = plgpu.load(ref.at[index[:, None], at[None, :]], mask=mask, other=0)
-            return (values if values.dtype == stored else lax.bitcast_convert_type(values, stored)).astype(dtype)
-        values = plgpu.load(ref.at[index[:, None], at[None, :]], mask=mask)  # Triton has no FP8 zero for `other`
-        values = values if values.dtype == stored else lax.bitcast_convert_type(values, stored)
-        return jnp.where(mask, values.astype(dtype), 0)
 
     def pages_of(block):
         column = lax.div(block * positions + jnp.arange(positions), page_slots)
@@ -194,47 +206,48 @@ def _kernel(
     def step(block, carry):
         peak, total, sums, page = carry
         next_page = pages_of(block + 1)  # a block ahead, so that no entry waits for its page's number
-        at = block * positions + jnp.arange(positions)
-        inside = at < jnp.minimum(seen, pages * page_slots)
-        index = page * page_slots + lax.rem(at, page_slots)
-        where = first_page * page_slots + index
-        latent = [entries(cached[0], where, inside, range(p, p + part), widths[0], dtypes[0]) for p in parts]
-        rope = entries(cached[1], where, inside, range(narrow), widths[1], dtypes[1])
-        scores, factors = plgpu.dot(q_rope, rope, trans_b=True, precision=precision), [None] * len(parts)
-        for i, (q, context) in enumerate(zip(q_latent, latent, strict=True)):
-            product = plgpu.dot(q, context, trans_b=True, precision=precision)
-            if scaled is not None:
-                number = jnp.full((positions,), min(i, fp8.num_scales(widths[0]) - 1))
-                factors[i] = plgpu.load(scaled.at[where, number], mask=inside, other=0)[None, :]
-                product = product * factors[i]
+        position = block * positions + jnp.arange(positions)
+        exists = position < jnp.minimum(context, pages * page_slots)
+        slot = page * page_slots + lax.rem(position, page_slots)
+        entry = first_page * page_slots + slot
+        latent = [load_entries(latent_ref, entry, exists, columns, widths[0], dtypes[0], dtype) for columns in chunks]
+        rope = load_entries(rope_ref, entry, exists, range(rope_width), widths[1], dtypes[1], dtype)
+        scores = plgpu.dot(q_rope, rope, trans_b=True, precision=precision)
+        factors = []
+        for index, (query, key) in enumerate(zip(q_latent, latent, strict=True)):
+            product = plgpu.dot(query, key, trans_b=True, precision=precision)
+            if is_fp8:
+                column = jnp.full((positions,), min(index, fp8.num_scales(widths[0]) - 1))
+                factors.append(plgpu.load(scale_ref.at[entry, column], mask=exists, other=0)[None, :])
+                product = product * factors[index]
             scores = scores + product
         scores = scores * scale
-        visible = (position[:, None] >= at[None, :]) & inside[None, :]
-        if holes:
-            held = plgpu.load(holes[0].at[index], mask=inside, other=0) != 0
-            visible = visible & (held[None, :] | (position[:, None] == at[None, :]))
+        visible = (q_position[:, None] >= position[None, :]) & exists[None, :]
+        if filled_ref is not None:
+            is_filled = plgpu.load(filled_ref.at[slot], mask=exists, other=0) != 0
+            visible = visible & (is_filled[None, :] | (q_position[:, None] == position[None, :]))
         scores = jnp.where(visible, scores, NOTHING)
-        higher = jnp.maximum(peak, jnp.max(scores, axis=1))
-        weights = jnp.where(visible, jnp.exp2(scores - higher[:, None]), 0.0)
-        shrink = jnp.exp2(peak - higher)
-        for i, context in enumerate(latent):
-            scaled_weights = weights if factors[i] is None else weights * factors[i]
-            product = plgpu.dot(scaled_weights.astype(dtype), context, precision=precision)
-            sums = (*sums[:i], sums[i] * shrink[:, None] + product, *sums[i + 1 :])
-        return higher, total * shrink + jnp.sum(weights, axis=1), sums, next_page
+        new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
+        weights = jnp.where(visible, jnp.exp2(scores - new_peak[:, None]), 0.0)
+        shrink = jnp.exp2(peak - new_peak)
+        new_sums = []
+        for index, value in enumerate(latent):
+            scaled_weights = weights * factors[index] if is_fp8 else weights
+            product = plgpu.dot(scaled_weights.astype(dtype), value, precision=precision)
+            new_sums.append(sums[index] * shrink[:, None] + product)
+        return new_peak, total * shrink + jnp.sum(weights, axis=1), tuple(new_sums), next_page
 
-    nothing = (
-        jnp.full((rows,), NOTHING, jnp.float32),
-        jnp.zeros((rows,), jnp.float32),
-        tuple(jnp.zeros((rows, part), jnp.float32) for _ in parts),
-    )
-    first = split * share
-    start_of = (*nothing, pages_of(first))
-    peak, total, sums, _ = lax.fori_loop(first, jnp.minimum(first + share, blocks), step, start_of)
-    held = total > 0
-    for at, own_sums in zip(parts, sums, strict=True):
-        out_ref[:, at : at + part] = (own_sums / jnp.where(held, total, 1.0)[:, None]).astype(out_ref.dtype)
-    peak_ref[...] = jnp.where(held, peak + jnp.log2(jnp.where(held, total, 1.0)), NOTHING)
+    peak = jnp.full((rows,), NOTHING, jnp.float32)
+    total = jnp.zeros((rows,), jnp.float32)
+    sums = tuple(jnp.zeros((rows, chunk), jnp.float32) for _ in chunks)
+    first = split * blocks_per_split
+    initial = (peak, total, sums, pages_of(first))
+    peak, total, sums, _ = lax.fori_loop(first, jnp.minimum(first + blocks_per_split, blocks), step, initial)
+    sees_any = total > 0
+    for columns, chunk_sums in zip(chunks, sums, strict=True):
+        result = chunk_sums / jnp.where(sees_any, total, 1.0)[:, None]
+        out_ref[:, columns.start : columns.stop] = result.astype(out_ref.dtype)
+    peak_ref[...] = jnp.where(sees_any, peak + jnp.log2(jnp.where(sees_any, total, 1.0)), NOTHING)
 
 
 def default_tiles(pairs: int) -> AttentionTiles:
@@ -255,7 +268,7 @@ def smaller_tiles(pairs: int) -> Iterator[AttentionTiles]:
 
 def split_context(programs: int, blocks: int, cores: int) -> int:
     """Return into how many parts to split each row's context of so many blocks, so that every core has a program."""
-    return max(1, min(cores // programs, blocks // LEAST_BLOCKS))
+    return max(1, min(cores // programs, blocks // MIN_BLOCKS))
 
 
 def attention_cost(
@@ -264,10 +277,10 @@ def attention_cost(
     """Return the cost of rows whose last token is the last of ``context`` positions. Each tile reads blocks up to its own last token."""
     programs = -(-C * H // tiles.rows)
     last = np.minimum((np.arange(1, programs + 1) * tiles.rows - 1) // H, C - 1)
-    seen = -(-(context - C + last + 1) // tiles.positions) * tiles.positions
-    flops = 2.0 * R * tiles.rows * int(seen.sum()) * (2 * power(M) + power(O))
-    queries = R * C * H * np.dtype(dtype).itemsize
-    entry = fp8.row_bytes(M) + 2 * O if stored_bytes == 1 else (M + O) * stored_bytes
-    moved = R * context * entry + queries * (M + O)
-    moved += queries * M if splits == 1 else splits * R * C * H * (M + 1) * 4
+    positions = -(-(context - C + last + 1) // tiles.positions) * tiles.positions
+    flops = 2.0 * R * tiles.rows * int(positions.sum()) * (2 * power(M) + power(O))
+    value_bytes = R * C * H * np.dtype(dtype).itemsize  # of one value per (token, head) pair
+    entry_bytes = fp8.row_bytes(M) + 2 * O if stored_bytes == 1 else (M + O) * stored_bytes
+    moved = R * context * entry_bytes + value_bytes * (M + O)
+    moved += value_bytes * M if splits == 1 else splits * R * C * H * (M + 1) * 4
     return KernelCost(flops, moved, hlo_dtype(dtype), assumed=True)

@@ -18,10 +18,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.kernels.pallas import pl, plgpu
-from dsjax.kernels.pallas.addressing import addressable_layer
-from dsjax.kernels.pallas.attention import NOTHING, AttentionTiles, merge_splits, smaller_tiles, split_context
+from dsjax.kernels.pallas.addressing import addressable_layer, load_entries, whole_spec
+from dsjax.kernels.pallas.attention import NOTHING, AttentionTiles, attend_in_splits, smaller_tiles, split_context
 from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype, power
-from dsjax.kernels.pallas.order import MESH, ROWS, KernelOrder
 from dsjax.kernels.pallas.shared_memory import AttentionBytes, Cores, first_that_fits
 
 
@@ -81,42 +80,28 @@ def compressed_attention(
         positions=tiles.positions,
         splits=splits,
     )
-    whole = lambda array: pl.BlockSpec(array.shape, lambda t, s, q: (0,) * array.ndim)  # noqa: E731
-    part = lambda *width: pl.BlockSpec((None, None, tiles.rows, *width), lambda t, s, q: (s, q, t) + (0,) * len(width))  # noqa: E731
     arrays = [*holes, *(pages.flat for pages in cached)]
     cost = compressed_cost(
         R, C, H, M, span, most, chosen is not None, query.dtype, window.dtype.itemsize, tiles, splits
     )
-    order = KernelOrder({"positions": tiles.positions, "splits": splits, "rows": tiles.rows}, (ROWS, MESH))
-    out, peak = pl.pallas_call(
-        kernel,
-        grid=(heads // tiles.rows, splits, R * C),
-        in_specs=[
-            *map(whole, scalars),
-            pl.BlockSpec((None, tiles.rows, wide), lambda t, s, q: (q, t, 0)),
-            pl.BlockSpec((tiles.rows,), lambda t, s, q: (t,)),
-            *map(whole, arrays),
-        ],
-        out_specs=[part(wide), part()],
-        out_shape=[
-            jax.ShapeDtypeStruct((splits, R * C, heads, wide), query.dtype if splits == 1 else jnp.float32),
-            jax.ShapeDtypeStruct((splits, R * C, heads), jnp.float32),
-        ],
-        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
-        cost_estimate=cost.estimate,
-        metadata=cost.metadata | order.metadata,
-        interpret=interpret,
-        name="compressed_attention",
-    )(*scalars, queries, jnp.pad(sink.astype(jnp.float32), by_head[1]), *arrays)
-    return merge_splits(out, peak, query.dtype)[:, :H, :M].reshape(R, C, H, M)
+    specs = [
+        *map(whole_spec, scalars),
+        pl.BlockSpec((None, tiles.rows, wide), lambda tile, split, item: (item, tile, 0)),
+        pl.BlockSpec((tiles.rows,), lambda tile, split, item: (tile,)),
+        *map(whole_spec, arrays),
+    ]
+    result = jax.ShapeDtypeStruct((R * C, heads, wide), query.dtype)
+    attend = attend_in_splits("compressed_attention", kernel, specs, result, tiles, splits, cost, interpret)
+    out = attend(*scalars, queries, jnp.pad(sink.astype(jnp.float32), by_head[1]), *arrays)
+    return out[:, :H, :M].reshape(R, C, H, M)
 
 
 class _Pages(NamedTuple):
-    """Vectors of all layers as rows of a matrix. first: the first row of the layer that is read. slots: rows of a page."""
+    """Vectors of all layers as rows of a matrix."""
 
     flat: Array
-    first: Int[Array, ""]
-    slots: int
+    first: Int[Array, ""]  # the first row of the layer that is read
+    slots: int  # rows of a page
 
     @classmethod
     def of(cls, stack: Array, layer: Int[Array, ""]) -> _Pages:
@@ -137,7 +122,7 @@ def _kernel(
     row, position, count = lax.div(item, chunk), positions_ref[item], count_ref[item]
     query, (rows, wide) = query_ref[...], query_ref.shape
     precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else lax.Precision.DEFAULT
-    numbers, columns = jnp.arange(positions), jnp.arange(wide)
+    numbers = jnp.arange(positions)
 
     def over(source, number, places, first, end, state, listed=None, holes=None):
         """Return the running maximum, sum and values after blocks of one source (arXiv 1805.02867).
@@ -160,13 +145,8 @@ def _kernel(
             following = pages_of(block + 1)  # a block ahead, so that no vector waits for its page's number
             at, seen = places(block)
             slot = page * slots + lax.rem(chosen[0] if chosen else at, slots)
-            where = (first_ref[number] + slot)[:, None]
-            mask, across = jnp.broadcast_to(seen[:, None], (positions, wide)), columns
-            if wide > width:
-                mask, across = mask & (columns < width), jnp.minimum(columns, width - 1)
-            context = plgpu.load(ref.at[where, across[None, :]], mask=mask, other=0)
-            context = context if context.dtype == stored else lax.bitcast_convert_type(context, stored)
-            context = context.astype(query.dtype)
+            entry = first_ref[number] + slot
+            context = load_entries(ref, entry, seen, range(wide), width, stored, query.dtype)
             scores = plgpu.dot(query, context, trans_b=True, precision=precision) * scale
             if holes is not None:
                 held = plgpu.load(holes.at[slot], mask=seen, other=0) != 0

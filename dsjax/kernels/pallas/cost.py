@@ -1,7 +1,5 @@
 """``KernelCost``: operations and bytes of a kernel call, stored in the call, so that the dry run can price compiled programs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -10,17 +8,13 @@ from dsjax.kernels.pallas import pl
 
 @dataclass(frozen=True)
 class KernelCost:
-    """Operations and bytes of one call on one device.
+    """Operations and bytes of one call on one device."""
 
-    flops: of the matrix products of all computed tiles; a multiply-add counts two. dtype: the operands' dtype by HLO's name.
-    bytes: read and written in main memory; repeated reads by neighbouring tiles, from the device's cache, count once.
-    assumed: whether the figures assume lengths that only the requests or the routing determine.
-    """
-
-    flops: float
+    flops: float  # of the matrix products of all computed tiles; a multiply-add counts two
+    # read and written in main memory; repeated reads by neighbouring tiles, from the device's cache, count once
     bytes: float
-    dtype: str
-    assumed: bool = False
+    dtype: str  # the operands' dtype by HLO's name
+    assumed: bool = False  # whether the figures assume lengths that only the requests or the routing determine
 
     @property
     def metadata(self) -> dict[str, str]:

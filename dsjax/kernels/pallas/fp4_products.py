@@ -27,7 +27,7 @@ from dsjax.fp4.decode import codes_to_values, scales_to_values
 from dsjax.fp4.formats import PackedFormat
 from dsjax.kernels.gate import gated
 from dsjax.kernels.pallas import pl, plgpu
-from dsjax.kernels.pallas.addressing import addressable, addressable_layer
+from dsjax.kernels.pallas.addressing import addressable, addressable_layer, whole_spec
 from dsjax.kernels.pallas.cost import KernelCost, expected_tiles, hlo_dtype
 from dsjax.kernels.pallas.order import MESH, ROWS, KernelOrder
 from dsjax.kernels.pallas.products import BLOCK, Groups, ProductTiles
@@ -127,8 +127,8 @@ def _product(
             lanes=lanes,
         ),
         grid=(tiles.spread, pl.cdiv(N, tiles.columns), X),
-        in_specs=[pl.BlockSpec(array.shape, lambda s, n, e, rank=array.ndim: (0,) * rank) for array in inputs],
-        out_specs=[pl.BlockSpec(s.shape, lambda s, n, e, rank=len(s.shape): (0,) * rank) for s in shapes],
+        in_specs=[*map(whole_spec, inputs)],
+        out_specs=[*map(whole_spec, shapes)],
         out_shape=shapes,
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         cost_estimate=cost.estimate,

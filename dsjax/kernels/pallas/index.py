@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.kernels.pallas import pl, plgpu
-from dsjax.kernels.pallas.addressing import addressable_layer
+from dsjax.kernels.pallas.addressing import addressable_layer, load_entries, whole_spec
 from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype, power
 from dsjax.kernels.pallas.order import KernelOrder
 from sharding import fp8
@@ -68,7 +68,6 @@ def index_scores(
         stored=np.dtype(key_dtype),
         factor=A**-0.5,
     )
-    whole = lambda array: pl.BlockSpec(array.shape, lambda q, b: (0,) * array.ndim)  # noqa: E731
     scalars = [array.astype(jnp.int32) for array in (jnp.reshape(layer, 1), positions.reshape(-1), tables)]
     cost = index_cost(R, C, I, A, pages * G, query.dtype, np.dtype(key_dtype))
     order = KernelOrder({"depth": wide, "terms": heads})  # fixed by the model: the same for every shape and mesh
@@ -76,10 +75,10 @@ def index_scores(
         kernel,
         grid=(R * C, blocks),
         in_specs=[
-            *map(whole, scalars),
+            *map(whole_spec, scalars),
             pl.BlockSpec((None, heads, wide), lambda q, b: (q, 0, 0)),
             pl.BlockSpec((None, heads), lambda q, b: (q, 0)),
-            *map(whole, [*keys, *holes]),
+            *map(whole_spec, [*keys, *holes]),
         ],
         out_specs=pl.BlockSpec((None, POSITIONS), lambda q, b: (q, b)),
         out_shape=jax.ShapeDtypeStruct((R * C, blocks * POSITIONS), jnp.float32),
@@ -107,15 +106,7 @@ def _kernel(
     page = plgpu.load(tables_ref.at[row, jnp.minimum(lax.div(at, page_slots), pages - 1)], mask=visible, other=0)
     slot = page * page_slots + lax.rem(at, page_slots)
     where = layer_ref[0] * pages_of_layer * page_slots + slot
-    columns = jnp.arange(wide)
-    mask = jnp.broadcast_to(visible[:, None], (POSITIONS, wide))
-    if wide > width:
-        mask, columns = mask & (columns < width), jnp.minimum(columns, width - 1)
-    # Triton has no FP8 zero for masked elements.
-    other = {} if stored == fp8.E4M3 else {"other": 0}
-    values = plgpu.load(keys_ref.at[where[:, None], columns[None, :]], mask=mask, **other)
-    values = values if values.dtype == stored else lax.bitcast_convert_type(values, stored)
-    keys = jnp.where(mask, values.astype(query.dtype), 0) if scaled is not None else values.astype(query.dtype)
+    keys = load_entries(keys_ref, where, visible, range(wide), width, stored, query.dtype)
     precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else lax.Precision.DEFAULT
     products = jnp.maximum(plgpu.dot(query, keys, trans_b=True, precision=precision) * factor, 0.0)
     scores = jnp.sum(products * weight_ref[...][:, None], axis=0)

@@ -4,8 +4,6 @@
 assumed to add in an order that depends on everything. docs/measurements/exactness-kernels.csv lists each kernel's order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -15,16 +13,14 @@ ROWS, MESH = "rows", "mesh"
 
 @dataclass(frozen=True)
 class KernelOrder:
-    """A kernel's order of summation.
+    """A kernel's order of summation."""
 
-    sizes: by name, the chunk sizes that determine the order: ``depth`` of one product, ``splits`` that are added afterwards, ``rows`` of
-    a tile, which select the tensor core's instruction. depends: what determines the sizes (``ROWS``, ``MESH``); empty if they are the same
-    for every shape. exact: the kernel has no sum whose order matters.
-    """
-
+    # by name, the chunk sizes that determine the order: ``depth`` of one product, ``splits`` that are added afterwards, ``rows`` of a tile,
+    # which select the tensor core's instruction
     sizes: Mapping[str, int] = field(default_factory=dict)
+    # what determines the sizes (``ROWS``, ``MESH``); empty if they are the same for every shape
     depends: tuple[str, ...] = ()
-    exact: bool = False
+    exact: bool = False  # the kernel has no sum whose order matters
 
     @property
     def metadata(self) -> dict[str, str]:

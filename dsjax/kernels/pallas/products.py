@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 from dsjax.kernels.gate import gated
 from dsjax.kernels.pallas import pl, plgpu
 from dsjax.kernels.pallas.activations import quantised_tile
-from dsjax.kernels.pallas.addressing import addressable
+from dsjax.kernels.pallas.addressing import addressable, whole_spec
 from dsjax.kernels.pallas.cost import KernelCost, expected_tiles, hlo_dtype, power
 from dsjax.kernels.pallas.order import MESH, ROWS, KernelOrder
 from dsjax.kernels.pallas.shared_memory import Cores, ProductBytes, first_that_fits, shallower
@@ -43,19 +43,15 @@ SLACK = 128
 
 @dataclass(frozen=True)
 class ProductTiles:
-    """Sizes that shape a product, not its results beyond rounding: rows, columns and depth of a tile; columns and depth divide 128.
-
-    spread: programs that share an expert's tiles of rows. warps: per program. stages: blocks in flight from memory.
-    splits: programs that share a tile's depth.
-    """
+    """Sizes that shape a product, not its results beyond rounding: rows, columns and depth of a tile; columns and depth divide 128."""
 
     rows: int
     columns: int
     depth: int
-    spread: int
-    warps: int
-    stages: int
-    splits: int = 1
+    spread: int  # programs that share an expert's tiles of rows
+    warps: int  # per program
+    stages: int  # blocks in flight from memory
+    splits: int = 1  # programs that share a tile's depth
 
     @classmethod
     def for_load(cls, mean_load: float) -> ProductTiles:
@@ -265,8 +261,8 @@ def _product(
     out = pl.pallas_call(
         kernel,
         grid=(tiles.spread, pl.cdiv(N, tiles.columns), X * tiles.splits),
-        in_specs=[pl.BlockSpec(array.shape, lambda s, n, e, rank=array.ndim: (0,) * rank) for array in arrays],
-        out_specs=[pl.BlockSpec(s.shape, lambda s, n, e, rank=len(s.shape): (0,) * rank) for s in shapes],
+        in_specs=[*map(whole_spec, arrays)],
+        out_specs=[*map(whole_spec, shapes)],
         out_shape=shapes,
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         cost_estimate=cost.estimate,

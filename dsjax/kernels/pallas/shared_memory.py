@@ -21,14 +21,11 @@ _BARRIERS = {"mma": 512, "wgmma": 512, "tcgen05": 2048}
 
 @dataclass(frozen=True)
 class Cores:
-    """A GPU's streaming multiprocessors. The default is an H100 or H200.
+    """A GPU's streaming multiprocessors. The default is an H100 or H200."""
 
-    shared_memory: limit per block in bytes. capability: CUDA compute capability. count: number of SMs.
-    """
-
-    shared_memory: int = 232_448
-    capability: tuple[int, int] = (9, 0)
-    count: int = 132
+    shared_memory: int = 232_448  # limit per block in bytes
+    capability: tuple[int, int] = (9, 0)  # CUDA compute capability
+    count: int = 132  # number of SMs
 
     @classmethod
     def of(cls, device: Any) -> Cores:
@@ -48,15 +45,12 @@ class Cores:
 
 @dataclass(frozen=True)
 class ProductBytes:
-    """Dtypes of a matmul, which determine the shared memory of its tiles.
+    """Dtypes of a matmul, which determine the shared memory of its tiles."""
 
-    matrices: number of matrices per row (2: gate and up). rows: storage dtype of the rows. operand: dtype of the multiplication.
-    stored: bytes per weight in shared memory, including its scale in packed formats, where each value has its own copy there.
-    """
-
-    matrices: int
-    rows: np.dtype
-    operand: np.dtype
+    matrices: int  # number of matrices per row (2: gate and up)
+    rows: np.dtype  # storage dtype of the rows
+    operand: np.dtype  # dtype of the multiplication
+    # bytes per weight in shared memory, including its scale in packed formats, where each value has its own copy there
     stored: int
 
     def of(self, tiles: Any, cores: Cores) -> int:
@@ -75,16 +69,12 @@ class ProductBytes:
 
 @dataclass(frozen=True)
 class AttentionBytes:
-    """Sizes of absorbed attention, which determine the shared memory of its tiles.
+    """Sizes of absorbed attention, which determine the shared memory of its tiles."""
 
-    latent, rope: padded widths of a cache entry. operand: dtype of the queries. stored: dtype of the cache; FP8 latents have scales and a
-    bfloat16 rotary part.
-    """
-
-    latent: int
-    rope: int
-    operand: np.dtype
-    stored: np.dtype
+    latent: int  # padded width of a cache entry's latent
+    rope: int  # padded width of its rotary part
+    operand: np.dtype  # dtype of the queries
+    stored: np.dtype  # dtype of the cache; FP8 latents have scales and a bfloat16 rotary part
 
     def of(self, tiles: Any, cores: Cores) -> int:
         """Return the upper bound in bytes per program. ``tiles`` has ``rows`` and ``positions``."""

@@ -28,18 +28,15 @@ ATTENTION_SIZES = {**_OF_BOTH, "positions": _POWERS}
 class Product:
     """Per-device sizes of a matmul or of attention.
 
-    kernel: name in profiles (``dense``, ``experts_gate_up``, ``experts_down``; with FP8 rows ``…_fp8``). depth, columns: of the matrix.
-    weights: storage dtype of the weights. rows: of the matmul, or mean pairs per expert.
-
     For ``latent_attention``, depth is the width of a cache entry, columns the (token, head) pairs per row, weights the cache's dtype and
     rows the rows of the step.
     """
 
-    kernel: str
-    depth: int
-    columns: int
-    weights: str
-    rows: float
+    kernel: str  # name in profiles (``dense``, ``experts_gate_up``, ``experts_down``; with FP8 rows ``…_fp8``)
+    depth: int  # the matrix's
+    columns: int  # the matrix's
+    weights: str  # storage dtype of the weights
+    rows: float  # of the matmul, or mean pairs per expert
 
     @property
     def title(self) -> str:
@@ -66,9 +63,9 @@ class Tuned:
 
 @dataclass(frozen=True)
 class TileTable:
-    """Tuned matmuls of one kind of device. device: JAX's name for it (``NVIDIA H200``)."""
+    """Tuned matmuls of one kind of device."""
 
-    device: str
+    device: str  # JAX's name for it (``NVIDIA H200``)
     entries: tuple[Tuned, ...] = ()
 
     def find(self, product: Product) -> Mapping[str, int] | None:

@@ -95,13 +95,10 @@ def takes(depth: int, width: int) -> bool:
 
 
 class Stack(NamedTuple):
-    """The matrices of all layers and experts, as bits of ``dtype``: ``[L, X, depth, columns]``, or for gate and up ``[L, X, D, 2, F]``.
-
-    scale: float32, only for FP8 weights; the same shape with depth and columns divided by 128.
-    """
+    """The matrices of all layers and experts, as bits of ``dtype``: ``[L, X, depth, columns]``, or for gate and up ``[L, X, D, 2, F]``."""
 
     weight: Array
-    scale: Array | None
+    scale: Array | None  # float32, only for FP8 weights; the same shape with depth and columns divided by 128
     dtype: np.dtype
 
 
@@ -187,9 +184,6 @@ def _product(
             column = jnp.where(tile < use[0], column, across - 1)
         return jnp.minimum(tile, jnp.maximum(use[0] - 1, 0)), column
 
-    def rows_block(i, j, layer, expert, use):
-        return place(i, j, use)[0], 0
-
     def weights_block(i, j, layer, expert, use):
         tile, column = place(i, j, use)
         return (layer[0], expert[tile], 0, *[0] * fused, column)
@@ -202,15 +196,12 @@ def _product(
         kernel, operands = partial(_gate_up, limit=limit) if fused else _down, [weight]
         weights = [pl.BlockSpec((1, 1, depth, *both, block_width), weights_block)]
     else:
-        kernel = partial(_gate_up_fp8, limit=limit) if fused else _down_fp8
+        kernel = partial(_fp8, limit=limit, fused=fused)
         operands = [_matrices_first(weight), _column_scales(stack, layer)]
         weights = [
             pl.BlockSpec((1, 1, *both, depth, block_width), weights_block),
             pl.BlockSpec((1, *both, depth // BLOCK, block_width), scales_block),
         ]
-
-    def out_block(i, j, layer, expert, use):
-        return place(i, j, use)
 
     out_dtype = x.dtype if fused or own_dtype else jnp.float32
     if own_dtype:
@@ -223,8 +214,8 @@ def _product(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=grid,
-            in_specs=[pl.BlockSpec((tiles.rows, depth), rows_block), *weights],
-            out_specs=pl.BlockSpec((tiles.rows, block_width), out_block),
+            in_specs=[pl.BlockSpec((tiles.rows, depth), lambda i, j, _, __, use: (place(i, j, use)[0], 0)), *weights],
+            out_specs=pl.BlockSpec((tiles.rows, block_width), lambda i, j, _, __, use: place(i, j, use)),
         ),
         out_shape=jax.ShapeDtypeStruct((row_tiles * tiles.rows, columns), out_dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=MEMORY),
@@ -271,30 +262,18 @@ def _gate_up(layer_ref, expert_ref, use_ref, x_ref, weight_ref, out_ref, *, tile
             out_ref[:, at] = gated(gate, up, limit).astype(out_ref.dtype)
 
 
-def _gate_up_fp8(layer_ref, expert_ref, use_ref, x_ref, weight_ref, scale_ref, out_ref, *, tiles, weight_dtype, limit):
+def _fp8(layer_ref, expert_ref, use_ref, x_ref, weight_ref, scale_ref, out_ref, *, tiles, weight_dtype, limit, fused):
     @pl.when(pl.program_id(0 if tiles.rows_first else 1) < use_ref[0])
     def _():
         @pl.loop(0, weight_ref.shape[-1] // BLOCK)
         def _(register):
             at = pl.ds(pl.multiple_of(register * BLOCK, BLOCK), BLOCK)
-            gate, up = (
-                _multiply(
-                    x_ref[...],
-                    _widened(weight_ref[0, 0, which, :, at], scale_ref[0, which, :, at], weight_dtype, x_ref.dtype),
-                )
-                for which in (0, 1)
-            )
-            out_ref[:, at] = gated(gate, up, limit).astype(out_ref.dtype)
-
-
-def _down_fp8(layer_ref, expert_ref, use_ref, x_ref, weight_ref, scale_ref, out_ref, *, tiles, weight_dtype):
-    @pl.when(pl.program_id(0 if tiles.rows_first else 1) < use_ref[0])
-    def _():
-        @pl.loop(0, weight_ref.shape[-1] // BLOCK)
-        def _(register):
-            at = pl.ds(pl.multiple_of(register * BLOCK, BLOCK), BLOCK)
-            values = _widened(weight_ref[0, 0, :, at], scale_ref[0, :, at], weight_dtype, x_ref.dtype)
-            out_ref[:, at] = _multiply(x_ref[...], values).astype(out_ref.dtype)
+            products = []
+            for which in ((0,), (1,)) if fused else ((),):
+                weight, scale = weight_ref[(0, 0, *which, slice(None), at)], scale_ref[(0, *which, slice(None), at)]
+                products.append(_multiply(x_ref[...], _widened(weight, scale, weight_dtype, x_ref.dtype)))
+            out = gated(*products, limit) if fused else products[0]
+            out_ref[:, at] = out.astype(out_ref.dtype)
 
 
 def _widened(weight: Array, scale: Array, stored: np.dtype, dtype) -> Array:

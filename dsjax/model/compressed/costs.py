@@ -37,7 +37,10 @@ def seen(config: ModelConfig, attention: str, before: float, chunk: float = 1) -
 
 
 def _mean(rate: int, most: float, before: float, chunk: float) -> float:
-    """Return the mean of ``min(most, p // rate)`` over p = before + 1, …, before + chunk."""
+    """Return the mean of ``min(most, p // rate)`` over p = before + 1, …, before + chunk.
+
+    ``total`` sums 0, 1, … ``windows - 1`` for ``rate`` positions each, ``windows`` for those up to ``below``, and ``most`` for the rest.
+    """
 
     def total(end: float) -> float:
         below = min(end, most * rate - 1)
@@ -60,13 +63,17 @@ def compressed_cost(
     activation_itemsize: int = 2,
     tp: int = 1,
 ) -> AttentionCost:
-    """Return the cost of one layer of kind ``attention``. Arguments as in `mla_cost`. The fold of gates and values is not counted."""
+    """Return the cost of one layer of kind ``attention``, without the compressors' sums. Arguments as in `mla_cost`."""
     heads, tokens, rate = config.num_attention_heads // tp, rows * chunk, config.v4.rate(attention)
-    before, queries = (context - 1, 1) if attended is None else (max(0, attended - (chunk + 1) / 2), chunk)
-    found, width = seen(config, attention, before, queries), config.v4.head_dim
-    columns, index = compressor_columns(config, attention), config.v4.indexer.n_heads if attention == "csa" else 0
+    if attended is None:  # every query reads the whole context
+        read_by_query = seen(config, attention, before=context - 1)
+    else:  # the mean over a chunk, which begins half a chunk before
+        read_by_query = seen(config, attention, before=max(0, attended - (chunk + 1) / 2), chunk=chunk)
+    width = config.v4.head_dim
+    columns = compressor_columns(config, attention)
+    index = config.v4.indexer.n_heads if attention == "csa" else 0
     matrices, _ = attention_matrices(config, tp, attention)
-    weights = sum(rows * columns for rows, columns in matrices) + config.hidden_size * (columns + index)
+    weights = sum(num_in * num_out for num_in, num_out in matrices) + config.hidden_size * (columns + index)
     # Values written by one product and read by the next: the layer's input, latents, gates and values in float32, the heads' queries and
     # values, the output of each group of heads, and index queries.
     handed = config.hidden_size + config.v4.q_lora_rank + width + columns * 4 // activation_itemsize
@@ -75,19 +82,26 @@ def compressed_cost(
     layer = (*config.v4.attention, "window").index(attention)  # the MTP module's layer follows the model's
     groups = compressed_groups(config, (layer,), np.dtype(cache_dtype), config.page_tokens)
     sizes = {group.name: group.entry_bytes for group in groups}
-    window, state = sizes["window"], sizes.get("state4", 0) + sizes.get("state128", 0)
-    entry, key = sizes.get("c4", 0) + sizes.get("c128", 0), sizes.get("c4_index", 0)
-    read = rows * (min(context, config.v4.sliding_window + chunk - 1) * window + state)
+    window_bytes = sizes["window"]
+    state_bytes = sizes.get("state4", 0) + sizes.get("state128", 0)
+    entry_bytes = sizes.get("c4", 0) + sizes.get("c128", 0)
+    key_bytes = sizes.get("c4_index", 0)
+    read = rows * (min(context, config.v4.sliding_window + chunk - 1) * window_bytes + state_bytes)
+    written = tokens * window_bytes + rows * state_bytes
     if rate is not None:
-        entries = rows * (context // rate)
-        read += entries * key + tokens * config.v4.indexer.topk * entry if found.scored else entries * entry
+        num_entries = rows * (context // rate)
+        if read_by_query.scored:
+            read += num_entries * key_bytes + tokens * config.v4.indexer.topk * entry_bytes
+        else:
+            read += num_entries * entry_bytes
+        written += tokens * (entry_bytes + key_bytes) // rate
     return AttentionCost(
         linear_flops=2 * tokens * weights,
         expansion_flops=0,
-        attention_flops=round(2 * heads * 2 * width * tokens * (found.window + found.entries)),
+        attention_flops=round(2 * heads * 2 * width * tokens * (read_by_query.window + read_by_query.entries)),
         weight_bytes=weights * weight_itemsize,
         cache_read_bytes=read,
-        cache_write_bytes=tokens * window + rows * state + (tokens * (entry + key) // rate if rate else 0),
+        cache_write_bytes=written,
         activation_bytes=activation_itemsize * 2 * tokens * handed,
-        index_flops=round(2 * tokens * found.scored * index * (config.v4.indexer.head_dim + 1)),
+        index_flops=round(2 * tokens * read_by_query.scored * index * (config.v4.indexer.head_dim + 1)),
     )

@@ -108,6 +108,10 @@ class Compressed:
         index = {"index_scores": "fp4"} if self.index_scores.fp4 else {}
         return {"rates": list(self.config.v4.rates), "states": self.drafts + 1} | index
 
+    def block(self, rows: int, chunk: int) -> int:
+        """Return the positions of the smallest page."""
+        return self.config.page_tokens
+
     def turns(self, groups: Sequence[GroupShape], context: int, page_size: int) -> dict[str, int]:
         """Return trip counts for one token: window pages (at most two), and blocks of entries to score and to attend to."""
         first, second = (context // rate for rate in self.config.v4.rates)

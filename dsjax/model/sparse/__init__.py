@@ -1,6 +1,6 @@
 """DeepSeek-V3.2's sparse attention: an indexer scores the context, and a query attends to the tokens with the highest scores.
 
-See ``docs/sparse-attention.md``. ``Indexer`` is a layer's weights, ``choose`` the choice among scores; ``sparse.attend.Chosen`` is
+See ``docs/sparse-attention.md``. ``Indexer`` is a layer's weights, ``choose`` the choice among scores; ``sparse.attend.SparseMLA`` is
 attention over a paged cache.
 """
 

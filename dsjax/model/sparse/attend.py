@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ gather, and the products of all index heads with a block of the context."""
 
 
 @dataclass(frozen=True)
-class Chosen(PagedMLA):
+class SparseMLA(PagedMLA):
     """MLA that attends to the ``index_topk`` tokens with the highest scores, and caches each token's index key with its latent."""
 
     index_scores: IndexScores = IndexScores()
@@ -76,44 +76,45 @@ class Chosen(PagedMLA):
         if rows.tables.shape[-1] * cache["index"].shape[2] <= self.config.mla.indexer.topk:
             return dense(latents, layer, index, rows, p)
         with jax.named_scope(f"attend_{form}"):
-            choice, plain = Choice(self, cache, layer, rows), dataclasses.replace(p, index=None)
+            selector = TokenSelector(self, cache, layer, rows)
+            projections = dataclasses.replace(p, index=None)
             # Pallas kernels attend in latent space for every form, and do not support masks.
             if form.masks and self.backend(form) != "pallas":
-                words = _by_blocks(choice.words, (rows.positions, p.index), choice.queries_together(0))
-                return dense(latents, layer, index, rows, plain, words)
+                bitmask = _by_blocks(selector.bitmask, (rows.positions, p.index), selector.query_block(0))
+                return dense(latents, layer, index, rows, projections, bitmask)
             entry_bytes = sum(math.prod(array.shape[3:]) * array.dtype.itemsize for array in cache.values())
-            together = choice.queries_together(choice.list_pages * choice.page_size * entry_bytes)
-            gathered = partial(choice.gather, partial(dense, index=index))
-            return _by_blocks(gathered, (rows.positions, choice.active, p.index, plain), together)
+            block = selector.query_block(selector.selected_pages * selector.page_size * entry_bytes)
+            attend = partial(selector.attend_gathered, partial(dense, index=index))
+            return _by_blocks(attend, (rows.positions, selector.active, p.index, projections), block)
 
 
-def _by_blocks(function: Callable, arguments, together: int):
-    """Apply ``function`` to arguments ``[B, R, C, …]``, with blocks of ``together`` queries of C at a time."""
+def _by_blocks(function: Callable, arguments, block: int):
+    """Apply ``function`` to arguments ``[B, R, C, …]``, to ``block`` queries of C at a time."""
     C = jax.tree.leaves(arguments)[0].shape[2]
-    if together == C:
+    if block == C:
         return function(*arguments)
-    blocks = -(-C // together)
+    blocks = -(-C // block)
 
     def split(array):
         # Pad the last block with copies of the last query; their results are dropped.
-        filler = [(0, 0), (0, 0), (0, blocks * together - C)] + [(0, 0)] * (array.ndim - 3)
+        filler = [(0, 0), (0, 0), (0, blocks * block - C)] + [(0, 0)] * (array.ndim - 3)
         padded = jnp.pad(array, filler, mode="edge")
-        return rearrange(padded, "b r (block c) ... -> block b r c ...", c=together)
+        return rearrange(padded, "b r (block c) ... -> block b r c ...", c=block)
 
-    out = jax.lax.map(lambda block: function(*block), jax.tree.map(split, arguments))
+    out = jax.lax.map(lambda part: function(*part), jax.tree.map(split, arguments))
     return rearrange(out, "block b r c ... -> b r (block c) ...")[:, :, :C]
 
 
 @dataclass(frozen=True)
-class _Marked:
-    """Choice of the plain implementation: a mask with at most ``k`` chosen positions."""
+class _MaskedSelection:
+    """Selection of the plain implementation: a mask with at most ``k`` chosen positions."""
 
     chosen: Bool[Array, "R C S"]
     k: int
 
     @property
-    def words(self) -> UInt32[Array, "R C N"]:
-        """Bitmask of positions."""
+    def bitmask(self) -> UInt32[Array, "R C N"]:
+        """One bit per position, 32 to a word."""
         return pack(self.chosen)
 
     @property
@@ -122,27 +123,20 @@ class _Marked:
         return positions_of(self.chosen, self.k)
 
 
-@dataclass(frozen=True)
-class _Listed:
-    """Choice of the native kernel: positions, their number, and a bitmask."""
+class _ListedSelection(NamedTuple):
+    """Selection of the native kernel, with the properties of ``_MaskedSelection``."""
 
-    at: Int[Array, "R C k"]
-    count: Int[Array, "R C"]
-    words: UInt32[Array, "R C N"]
-
-    @property
-    def positions(self) -> tuple[Int[Array, "R C k"], Int[Array, "R C"]]:
-        """Chosen positions and their number, like ``_Marked.positions``."""
-        return self.at, self.count
+    positions: tuple[Int[Array, "R C k"], Int[Array, "R C"]]
+    bitmask: UInt32[Array, "R C N"]
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Choice of context tokens by the queries of a row group. layer: number in the cache."""
+class TokenSelector:
+    """Selects context tokens for the queries of a row group."""
 
-    dense: Chosen
+    mla: SparseMLA
     cache: Cache
-    layer: Int[Array, ""]
+    layer: Int[Array, ""]  # number in the cache
     rows: Rows
 
     @property
@@ -164,125 +158,128 @@ class Choice:
         return jnp.arange(C) < rows.length[..., None]
 
     @property
-    def list_pages(self) -> int:
+    def selected_pages(self) -> int:
         """Number of pages of a query's chosen entries.
 
         A multiple of dense attention's block, and at least two blocks if dense attention reads the context in several. One block is a
         plain softmax while several are accumulated, and choosing the whole context must give dense attention's bits.
         """
-        block = max(1, min(self.pages, self.dense.block(self.rows.positions.shape[1], 1) // self.page_size))
-        needed = -(-self.dense.config.mla.indexer.topk // (block * self.page_size))
+        block = max(1, min(self.pages, self.mla.block(self.rows.positions.shape[1], 1) // self.page_size))
+        needed = -(-self.mla.config.mla.indexer.topk // (block * self.page_size))
         return block * max(needed, min(-(-self.pages // block), 2))
 
     @property
     def _on_cpu(self) -> bool:
-        return self.dense.mesh.devices.flat[0].platform == "cpu"
+        return self.mla.mesh.devices.flat[0].platform == "cpu"
 
     @property
-    def _most_bytes(self) -> int:
+    def _max_bytes(self) -> int:
         return CPU_BYTES if self._on_cpu else ACCELERATOR_BYTES
 
-    def queries_together(self, gathered_bytes: int) -> int:
+    def query_block(self, gathered_bytes: int) -> int:
         """Return the queries of each row processed at once, limited by memory, in equal blocks. gathered_bytes: of one query's entries."""
         _, R, C = self.rows.positions.shape
-        each = R * max(4 * self.pages * self.page_size, gathered_bytes)
-        return -(-C // min(-(-C * each // self._most_bytes), C))
+        query_bytes = R * max(4 * self.pages * self.page_size, gathered_bytes)
+        return -(-C // min(-(-C * query_bytes // self._max_bytes), C))
 
-    def block(self, queries: int) -> int:
+    def context_block(self, queries: int) -> int:
         """Return the context positions scored at once for ``queries`` queries of a rank: a power of two pages."""
-        products = 4 * queries * self.dense.config.mla.indexer.n_heads * self.page_size
-        most = max(1, min(self._most_bytes // products, self.pages))
-        return self.page_size << (most.bit_length() - 1)
+        page_bytes = 4 * queries * self.mla.config.mla.indexer.n_heads * self.page_size
+        pages = max(1, min(self._max_bytes // page_bytes, self.pages))
+        return self.page_size << (pages.bit_length() - 1)
 
-    def words(self, positions: Int[Array, "B R C"], index: IndexProjections) -> UInt32[Array, "B R C N"]:
-        """Return the choice of queries at ``positions`` as a bitmask of context positions."""
-        return self._on_each_rank(lambda found, *_: found.words[None], P(self.dense.batch), positions, index)
+    def bitmask(self, positions: Int[Array, "B R C"], index: IndexProjections) -> UInt32[Array, "B R C N"]:
+        """Return the selection of queries at ``positions`` as a bitmask of context positions."""
+        return self._select(lambda selection, *_: selection.bitmask[None], P(self.mla.batch), positions, index)
 
-    def gather(self, attend: Callable[..., Array], positions, active, index: IndexProjections, p: Projections) -> Array:
+    def attend_gathered(
+        self, attend: Callable[..., Array], positions, active, index: IndexProjections, p: Projections
+    ) -> Array:
         """Attend to the chosen entries, copied to separate pages per query. Each query is a row of dense attention."""
         B, R, C = positions.shape
-        entries, count = self.entries(positions, index)
+        entries, count = self.gather(positions, index)
         by_query = partial(rearrange, pattern="b r c ... -> b (r c) ...")
-        pages = rearrange(jnp.arange(R * C * self.list_pages), "(q page) -> q page", q=R * C)
-        tables, length = jnp.broadcast_to(pages, (B, *pages.shape)), by_query(active).astype(jnp.int32)
-        own = Rows(by_query(count)[..., None] - 1, tables, length)
-        alone = jax.tree.map(lambda a: jnp.expand_dims(by_query(a), 2), p)
+        pages = rearrange(jnp.arange(R * C * self.selected_pages), "(q page) -> q page", q=R * C)
+        tables = jnp.broadcast_to(pages, (B, *pages.shape))
+        length = by_query(active).astype(jnp.int32)
+        query_rows = Rows(by_query(count)[..., None] - 1, tables, length)
+        query_projections = jax.tree.map(lambda a: jnp.expand_dims(by_query(a), 2), p)
         with jax.named_scope("chosen"):
-            out = attend(entries, jnp.int32(0), rows=own, p=alone)
+            out = attend(entries, jnp.int32(0), rows=query_rows, p=query_projections)
         return rearrange(out, "b (r c) 1 ... -> b r c ...", r=R)
 
-    def entries(
+    def gather(
         self, positions: Int[Array, "B R C"], index: IndexProjections
     ) -> tuple[dict[str, Array], Int[Array, "B R C"]]:
-        """Return a one-layer cache with each query's chosen entries on ``list_pages`` separate pages, and the number of entries."""
-        k, G = self.list_pages * self.page_size, self.page_size
+        """Return a one-layer cache with each query's chosen entries on ``selected_pages`` separate pages, and the number of entries."""
+        k, G = self.selected_pages * self.page_size, self.page_size
 
-        def copy(found, latents, layer, tables):
+        def copy(selection, latents, layer, tables):
             with jax.named_scope("gather"):
-                at, count = found.positions
-                at = rearrange(jnp.pad(at, ((0, 0), (0, 0), (0, k - at.shape[-1]))), "r c k -> r (c k)")
-                read = {name: paging.read_tokens(array, layer, tables, at) for name, array in latents.items()}
+                chosen, count = selection.positions
+                chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, k - chosen.shape[-1])))
+                chosen = rearrange(chosen, "r c k -> r (c k)")
+                read = {name: paging.read_tokens(array, layer, tables, chosen) for name, array in latents.items()}
                 paged = {name: rearrange(a, "r (page g) ... -> 1 (r page) g ...", g=G) for name, a in read.items()}
                 return paged, count[None]
 
-        by_rank = P(self.dense.batch)
-        specs = {name: P(None, self.dense.batch) for name in self.cache if name not in INDEX_ARRAYS}
-        return self._on_each_rank(copy, (specs, by_rank), positions, index)
+        by_rank = P(self.mla.batch)
+        specs = {name: P(None, self.mla.batch) for name in self.cache if name not in INDEX_ARRAYS}
+        return self._select(copy, (specs, by_rank), positions, index)
 
-    def _on_each_rank(self, finish: Callable, out_specs, positions: Int[Array, "B R C"], index: IndexProjections):
-        """Call ``finish`` on each DP rank with its choice, the latent arrays of its cache, the layer, and its page tables."""
-        dense, rows = self.dense, self.rows
+    def _select(self, use: Callable, out_specs, positions: Int[Array, "B R C"], index: IndexProjections):
+        """Select tokens on each DP rank. Return the result of ``use(selection, latents, layer, tables)`` with the rank's arrays."""
+        mla, rows = self.mla, self.rows
 
         def local(cache, layer, tables, filled, positions, index):
+            tables, positions = tables[0], positions[0]
             index = jax.tree.map(lambda array: array[0], index)
-            index = dataclasses.replace(index, query=dense.index_scores.query(index.query))
-            keys, latents = (
-                {name: array for name, array in cache.items() if (name in INDEX_ARRAYS) == of_index}
-                for of_index in (True, False)
-            )
-            k = dense.config.mla.indexer.topk
-            if dense.kernels.name("index choice") == "native" and index.query.dtype == jnp.float32:
-                choose_in_place = dense.kernels.native.index_choice
-                found = choose_in_place(index.query, index.weight, keys, layer, positions[0], tables[0], filled, k)
-                return finish(_Listed(*found), latents, layer, tables[0])
-            scores = self._scores(keys, layer, tables[0], filled, positions[0], index)
+            index = dataclasses.replace(index, query=mla.index_scores.query(index.query))
+            keys = {name: array for name, array in cache.items() if name in INDEX_ARRAYS}
+            latents = {name: array for name, array in cache.items() if name not in INDEX_ARRAYS}
+            k = mla.config.mla.indexer.topk
+            if mla.kernels.name("index choice") == "native" and index.query.dtype == jnp.float32:
+                native = mla.kernels.native.index_choice
+                *listed, bitmask = native(index.query, index.weight, keys, layer, positions, tables, filled, k)
+                return use(_ListedSelection(tuple(listed), bitmask), latents, layer, tables)
+            scores = self._scores(keys, layer, tables, filled, positions, index)
             with jax.named_scope("choose"):
                 chosen = choose(scores, k, 1 if self._on_cpu else 4)
-            return finish(_Marked(chosen, k), latents, layer, tables[0])
+            return use(_MaskedSelection(chosen, k), latents, layer, tables)
 
-        by_rank = P(dense.batch)
+        by_rank = P(mla.batch)
         in_specs = ({name: P(None, *by_rank) for name in self.cache}, P(), *[by_rank] * 4)
-        run = on_ranks(local, dense.mesh, in_specs, out_specs)
+        run = on_ranks(local, mla.mesh, in_specs, out_specs)
         return run(self.cache, self.layer, rows.tables, rows.filled, positions, index)
 
     def _scores(self, keys, layer, tables, filled, positions: Int[Array, "R C"], index) -> Float[Array, "R C S"]:
         """Return index scores over the whole context, −inf at positions that a query cannot see. S is a multiple of the block."""
-        (R, C), arrays, kernels = positions.shape, self.dense.arrays, self.dense.kernels
+        (R, C), arrays, kernels = positions.shape, self.mla.arrays, self.mla.kernels
         key_dtype = arrays["index"][1]
         in_pallas = kernels.name("index choice") == "pallas"
         kernel = tpu_index if in_pallas and kernels.pallas.platform == "tpu" else gpu_index
         if in_pallas and kernel.takes(index.query.shape[-1], key_dtype, self.page_size):
-            where = keys, key_dtype, layer, positions, tables, filled
-            return kernel.index_scores(index.query, index.weight, *where, interpret=kernels.pallas.interpret)
-        block = self.block(R * C)
+            context = keys, key_dtype, layer, positions, tables, filled
+            return kernel.index_scores(index.query, index.weight, *context, interpret=kernels.pallas.interpret)
+        block = self.context_block(R * C)
         block_pages, end = block // self.page_size, self.pages * self.page_size
         num_blocks = -(-self.pages // block_pages)
         tables = jnp.pad(tables, ((0, 0), (0, num_blocks * block_pages - self.pages)))
 
         def fill(number, scores):
-            part = jax.lax.dynamic_slice_in_dim(tables, number * block_pages, block_pages, axis=1)
-            found = {
-                name: reinterpret(paging.read(array, layer, part), arrays[name][1]) for name, array in keys.items()
+            pages = jax.lax.dynamic_slice_in_dim(tables, number * block_pages, block_pages, axis=1)
+            read = {
+                name: reinterpret(paging.read(array, layer, pages), arrays[name][1]) for name, array in keys.items()
             }
-            key = fp8.dequantise(found["index"], found["index_scale"]) if "index_scale" in found else found["index"]
-            scored = index_scores(index.query, index.weight, key.astype(index.query.dtype))
-            at = number * block + jnp.arange(block)
-            visible = positions[..., None] >= at
+            key = fp8.dequantise(read["index"], read["index_scale"]) if "index_scale" in read else read["index"]
+            block_scores = index_scores(index.query, index.weight, key.astype(index.query.dtype))
+            position = number * block + jnp.arange(block)
+            visible = positions[..., None] >= position
             if filled is not None:
-                own = jnp.minimum(positions, end - 1)[..., None] == at
-                visible = own | (visible & paging.read_filled(filled, part)[:, None])
-            seen = jnp.where(visible & (at < end), scored, -jnp.inf)
-            return jax.lax.dynamic_update_slice_in_dim(scores, seen, number * block, axis=2)
+                is_own = jnp.minimum(positions, end - 1)[..., None] == position
+                visible = is_own | (visible & paging.read_filled(filled, pages)[:, None])
+            block_scores = jnp.where(visible & (position < end), block_scores, -jnp.inf)
+            return jax.lax.dynamic_update_slice_in_dim(scores, block_scores, number * block, axis=2)
 
         with jax.named_scope("index_scores"):
             scores = jnp.full((R, C, num_blocks * block), -jnp.inf, jnp.float32)

@@ -18,20 +18,17 @@ from sharding import fp8
 
 @dataclass(frozen=True)
 class IndexScores:
-    """Options of index scores. fp8, fp4: rotate queries and keys, then round them to this format.
+    """Options of index scores."""
 
-    powers: FP8 scales are powers of two (``scale_fmt`` "ue8m0" of the checkpoint). FP4 is DeepSeek-V4's.
-    """
-
-    fp8: bool = False
-    powers: bool = False
-    fp4: bool = False
+    fp8: bool = False  # rotate queries and keys, then round them to FP8
+    powers: bool = False  # FP8 scales are powers of two (``scale_fmt`` "ue8m0" of the checkpoint)
+    fp4: bool = False  # rotate queries and keys, then round them to FP4, as DeepSeek-V4 does
 
     @classmethod
-    def parse(cls, name: str, width: int | None, powers: bool, compressed: bool = False) -> IndexScores:
+    def parse(cls, name: str, width: int | None, powers: bool, published: str = "fp8") -> IndexScores:
         """Return the options for a value of ``--index-scores`` and index heads of ``width`` (None: the model has no indexer).
 
-        compressed: whether index keys are of compressed entries (DeepSeek-V4), which DeepSeek's code rounds to FP4, and others to FP8.
+        published: the format to which DeepSeek's code rounds index queries and keys.
 
         Raises:
             UserError: rounding for a model without an indexer, to a format of another family, or for index heads whose width is not a
@@ -43,7 +40,6 @@ class IndexScores:
             raise UserError(
                 f"--index-scores {name} is for models with sparse attention, and this one has no indexer; leave it out"
             )
-        published = "fp4" if compressed else "fp8"
         if name != published:
             raise UserError(
                 f"--index-scores is {name}, and DeepSeek's code rounds this model's index queries and keys to {published}; "

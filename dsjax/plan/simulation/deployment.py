@@ -5,7 +5,7 @@ import math
 
 from dsjax.engine.schedule.scheduler import Scheduler
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.plan.candidate import Candidate, transfer_seconds, transfers_at_once
+from dsjax.plan.candidate import Candidate, concurrent_transfers, transfer_seconds
 from dsjax.plan.instance import Instance
 from dsjax.plan.network import exposed_transfer
 from dsjax.plan.simulation.service import Decoder, Served, SimulatedEngine, StepPrices
@@ -25,7 +25,10 @@ class _Clocked:
     """
 
     def __init__(self, instance: SimulatedEngine | Decoder, ahead: bool = False, together: int = 1):
-        self.instance, self.until, self._ahead, self._together = instance, math.inf, ahead, together
+        self.instance = instance
+        self.until = math.inf
+        self._ahead = ahead
+        self._together = together
         self._arrived, self._planned, self._held = list[Served](), list[Served](), list[Served]()
         self.requests = self._waited = 0
 
@@ -43,7 +46,8 @@ class _Clocked:
         done = self.instance.end(self.until)
         self.requests -= len(done)
         self._admit(self._planned)
-        self._planned, self._arrived = self._arrived, []
+        self._planned = self._arrived
+        self._arrived = []
         if self.instance.idle:
             self._admit(self._planned)
             self._planned = []
@@ -57,7 +61,8 @@ class _Clocked:
             return
         for served in self._held:
             self.instance.add(served)
-        self._held, self._waited = [], 0
+        self._held = []
+        self._waited = 0
 
     def _begin(self, now: float) -> None:
         self.until = math.inf if self.instance.idle else now + self.instance.begin(now)
@@ -71,13 +76,15 @@ class Service:
     """
 
     def __init__(self, candidate: Candidate, longest: int):
-        decode, tokens, seqs = candidate.decode, candidate.prefill_tokens, max(1, math.ceil(candidate.batch))
-        made = decode.options.tokens_a_step
+        decode = candidate.decode
+        tokens = candidate.prefill_tokens
+        seqs = max(1, math.ceil(candidate.batch))
+        tokens_per_step = decode.options.tokens_a_step
         self._moving: list[tuple[float, int, Served]] = []
         if candidate.mode == "aggregated":
             engine = _engine(decode, candidate.batch, tokens, longest)
             together = decode.replicas if decode.options.engine.holds_prompts else 1
-            self._decode = self._prefill = [_Clocked(engine, True, together)]
+            self._decode = self._prefill = [_Clocked(engine, ahead=True, together=together)]
             return
         prefill = candidate.prefill
         # A prefill instance only holds the prompts of a step and those ahead of them in the queue.
@@ -87,9 +94,10 @@ class Service:
         ]
         prices = _prices(decode)
         self._decode = [
-            _Clocked(Decoder(prices, decode.replicas, seqs=seqs, made=made), True) for _ in range(candidate.count)
+            _Clocked(Decoder(prices, decode.replicas, seqs=seqs, made=tokens_per_step), ahead=True)
+            for _ in range(candidate.count)
         ]
-        ways = transfers_at_once(prefill, candidate.prefill_count, decode, candidate.count)
+        ways = concurrent_transfers(prefill, candidate.prefill_count, decode, candidate.count)
         self._transfer = transfer_seconds(decode, prefill)
         self._hidden = (1 - exposed_transfer()) * self._transfer
         self._free = [-math.inf] * max(1, int(ways))  # when each link can take the next cache
@@ -101,22 +109,22 @@ class Service:
 
     def next_time(self) -> float:
         """Return the next end of a step or transfer; infinite while idle."""
-        moved = self._moving[0][0] if self._moving else math.inf
-        return min(moved, *(one.until for one in (*self._prefill, *self._decode)))
+        transfer_end = self._moving[0][0] if self._moving else math.inf
+        return min(transfer_end, *(clocked.until for clocked in (*self._prefill, *self._decode)))
 
     def advance(self) -> list[Served]:
         """End one step or transfer and return the finished requests."""
         now = self.next_time()
-        for one in self._decode:
-            if one.until == now:
-                return one.advance()
-        for one in self._prefill:
-            if one.until == now:
-                for served in one.advance():
+        for clocked in self._decode:
+            if clocked.until == now:
+                return clocked.advance()
+        for clocked in self._prefill:
+            if clocked.until == now:
+                for served in clocked.advance():
                     self._move(served, now)
                 return []
         served = heapq.heappop(self._moving)[2]
-        min(self._decode, key=lambda one: one.requests).add(served, now)
+        min(self._decode, key=lambda clocked: clocked.requests).add(served, now)
         return []
 
     def _move(self, served: Served, now: float) -> None:
@@ -127,15 +135,17 @@ class Service:
 
     def gaps(self) -> list[tuple[float, float, int]]:
         """Return (begin, seconds, decodes) of all decode steps."""
-        return [gap for one in self._decode for gap in one.instance.gaps]
+        return [gap for clocked in self._decode for gap in clocked.instance.gaps]
 
 
 def _engine(
     instance: Instance, batch: float, tokens: float, longest: int, *, one_token: bool = False
 ) -> SimulatedEngine:
     """Return an engine with at most `tokens` prompt tokens per step. Its token budget also has room for the decodes, as in recipes."""
-    options, cache = instance.options, int(instance.memory.cache_tokens)
-    seqs, chunk = max(1, math.ceil(batch)), math.ceil(tokens)
+    options = instance.options
+    cache = int(instance.memory.cache_tokens)
+    seqs = max(1, math.ceil(batch))
+    chunk = math.ceil(tokens)
     step_tokens = max(seqs, chunk) if one_token else chunk + seqs
     config = SchedulerConfig(
         max_num_seqs=seqs,
@@ -147,13 +157,14 @@ def _engine(
         max_model_len=min(longest, cache),
         prefix_caching=instance.workload.prefix_hit > 0,
     )
-    scheduler, made = Scheduler(config, instance.replicas), 1.0 if one_token else options.tokens_a_step
-    return SimulatedEngine(_prices(instance), scheduler, one_token, made, options.engine.mixes)
+    scheduler = Scheduler(config, instance.replicas)
+    tokens_per_step = 1.0 if one_token else options.tokens_a_step
+    return SimulatedEngine(_prices(instance), scheduler, one_token, tokens_per_step, options.engine.mixes)
 
 
 def _prices(instance: Instance) -> StepPrices:
     """Return the step prices of an instance, from all of its step models."""
     models = instance.step_models()
-    paces = [tuple(instance.pace(decode, one.overlap) for decode in (False, True)) for one in models]
-    through = instance.staged if instance.layout.mesh.pp_size > 1 else None
-    return StepPrices(models, instance.options.drafts, paces, through)
+    paces = [tuple(instance.pace(decode, model.overlap) for decode in (False, True)) for model in models]
+    staged_seconds = instance.staged if instance.layout.mesh.pp_size > 1 else None
+    return StepPrices(models, instance.options.drafts, paces, staged_seconds)

@@ -74,7 +74,7 @@ class Waits:
 
 def _times(served: Sequence[Served]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """TTFT, TPOT (NaN where the output has one token) and end-to-end time of each request, seconds."""
-    rows = [(one.arrival, one.first, one.finished, one.output) for one in served]
+    rows = [(request.arrival, request.first, request.finished, request.output) for request in served]
     arrival, first, finished, output = np.array(rows, float).T
     tpot = (finished - first) / np.where(output > 1, output - 1, np.nan)
     return first - arrival + _FRONT, tpot, finished - arrival + _FRONT
@@ -82,18 +82,15 @@ def _times(served: Sequence[Served]) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationOutcome(Waits):
-    """Result of one load on the whole deployment of a candidate, with the latencies of all requests.
-
-    mean_ttft, mean_tpot: the mean-value answer at the same load.
-    """
+    """Result of one load on the whole deployment of a candidate, with the latencies of all requests."""
 
     load: OfferedLoad
     itl: Spread | None  # over tokens: time of the step that made each; None if outputs have one token
     requests_per_s: float  # finished from the first measured arrival to the last measured finish
     tokens_per_s: float  # output tokens
     kept: float  # share of the requests that met every objective
-    mean_ttft: float
-    mean_tpot: float
+    mean_ttft: float  # the mean-value answer at the same load
+    mean_tpot: float  # likewise
     classes: dict[str, Waits]  # by class name of the workload
     steady: Waits | None  # if all users start at once: the requests after each user's first two, if any
     calibrated: dict[str, Any] | None = None  # `calibrated_report` if all users start at once, or None
@@ -137,20 +134,21 @@ def outcome(
     finishes: end of every request, measured or not, in seconds. gaps: (begin, seconds, decodes) of each decode step. settled: number of the
     first request that a simultaneous start of all users no longer affects; None without such a start.
     """
-    began, ended = measured[0].arrival, max(served.finished for served in measured)
+    began = measured[0].arrival
+    ended = max(served.finished for served in measured)
     begins, seconds, decodes = np.array(gaps, float).reshape(-1, 3).T
-    seen = begins >= began
-    spoken = candidate.decode.options.tokens_a_step * decodes[seen & (begins <= ended)].sum()
+    is_measured = begins >= began
+    spoken = candidate.decode.options.tokens_a_step * decodes[is_measured & (begins <= ended)].sum()
     ends = np.count_nonzero((began <= np.array(finishes)) & (np.array(finishes) <= ended))
     ttft, tpot, _ = _times(measured)
     missed = ttft > (objective.ttft or np.inf)
     missed |= tpot > (objective.tpot or np.inf)
     answer = mean_value(candidate, load)
-    kinds = {one.name: [s for s in measured if s.kind == one.name] for one in candidate.decode.workload.classes}
+    kinds = {c.name: [s for s in measured if s.kind == c.name] for c in candidate.decode.workload.classes}
     return SimulationOutcome(
         **vars(Waits.of(measured)),
         load=load,
-        itl=Spread.of(seconds[seen], decodes[seen]),
+        itl=Spread.of(seconds[is_measured], decodes[is_measured]),
         requests_per_s=ends / (ended - began) * instances,
         tokens_per_s=float(spoken + ends) / (ended - began) * instances,
         kept=float(np.mean(~missed)),
@@ -166,40 +164,41 @@ def mean_value(candidate: Candidate, load: OfferedLoad) -> Candidate:
     if load.rate is None:
         batch = min(load.concurrency / (candidate.decode.replicas * candidate.count), candidate.batch)
         return with_intervals(recompute(candidate, batch=batch, concurrency=float(load.concurrency)))
-    low, high, wanted = 0.0, candidate.batch, load.rate * candidate.decode.workload.output.mean
+    low, high = 0.0, candidate.batch
+    target = load.rate * candidate.decode.workload.output.mean
     for _ in range(12):
         middle = (low + high) / 2
-        low, high = (middle, high) if recompute(candidate, batch=middle).throughput < wanted else (low, middle)
+        low, high = (middle, high) if recompute(candidate, batch=middle).throughput < target else (low, middle)
     return with_intervals(recompute(candidate, batch=high))
 
 
-def reported(seen: SimulationOutcome, requests_a_user: float, cold: float) -> dict[str, float]:
+def reported(simulated: SimulationOutcome, requests_a_user: float, cold: float) -> dict[str, float]:
     """Return the figures that a benchmark with a simultaneous start reports, by kind: seconds, and tokens/s of the whole service.
 
     cold: extra seconds of each user's first request. The mean TTFT includes their average over all requests, the P99 all of them.
     """
     figures = {
-        RATE: seen.tokens_per_s,
-        TTFT: seen.ttft.mean + cold / requests_a_user,
-        TTFT_MEDIAN: seen.ttft.p50,
-        TTFT_P99: seen.ttft.p99 + cold,
+        RATE: simulated.tokens_per_s,
+        TTFT: simulated.ttft.mean + cold / requests_a_user,
+        TTFT_MEDIAN: simulated.ttft.p50,
+        TTFT_P99: simulated.ttft.p99 + cold,
     }
-    return figures | ({TPOT: seen.tpot.p50} if seen.tpot else {})
+    return figures | ({TPOT: simulated.tpot.p50} if simulated.tpot else {})
 
 
-def calibrated_report(candidate: Candidate, seen: SimulationOutcome) -> dict[str, Any]:
+def calibrated_report(candidate: Candidate, simulated: SimulationOutcome) -> dict[str, Any]:
     """Return stable JSON fields of a benchmark that starts all users at once and excludes no request.
 
     The fields are `level`, `distance`, and for each name in `FIELDS` the value, its 90 % interval, the group of blind predictions that
     the interval is based on, and the group's size.
     """
     distance = distance_of(candidate)
-    users = max(1, round(seen.load.concurrency / (candidate.count if candidate.mode == "aggregated" else 1)))
-    figures = reported(seen, seen.requests / users, assumption("a user's first prompt"))
-    found = {
+    users = max(1, round(simulated.load.concurrency / (candidate.count if candidate.mode == "aggregated" else 1)))
+    figures = reported(simulated, simulated.requests / users, assumption("a user's first prompt"))
+    intervals = {
         FIELDS[kind]: {"value": value, **ends(calibration(kind, distance), value)} for kind, value in figures.items()
     }
-    return {"level": LEVEL, "distance": distance, **found}
+    return {"level": LEVEL, "distance": distance, **intervals}
 
 
 _LOADS = (0.5, 0.7, 0.85, 0.95)
@@ -242,7 +241,8 @@ def simulate(
             spread the starts over a mean request latency, and keep sending requests after the last measured one.
         progress: called with the number of measured requests that have finished.
     """
-    work, longest = candidate.decode.workload, candidate.decode.config.max_position_embeddings
+    work = candidate.decode.workload
+    longest = candidate.decode.config.max_position_embeddings
     instances = candidate.count if candidate.mode == "aggregated" else 1
     users = max(1, round(load.concurrency / instances)) if load.concurrency else 0
     share = OfferedLoad(load.rate and load.rate / instances, users or None, load.burstiness)
@@ -250,10 +250,12 @@ def simulate(
     first = math.ceil(_WARM * (users or stay * share.rate)) if warmup is None else round(warmup / instances)
     last = first + num_requests
 
-    service, source = Service(candidate, longest), requests(share, work, longest, seed)
+    service = Service(candidate, longest)
+    source = requests(share, work, longest, seed)
     measured: list[Served] = []
     finishes: list[float] = []
-    coming, done = next(source), 0
+    coming = next(source)
+    done = 0
 
     def arrive(now: float) -> None:
         nonlocal coming

@@ -32,9 +32,10 @@ def simulations(
     Raises:
         UserError: the request rate is so high that queues would grow without end.
     """
-    outcomes, work = [], candidate.decode.workload
-    kept = candidate.throughput / work.output.mean
-    refuse("flood", rate=work.rate, flood=_FLOOD, kept=kept, name=candidate.name())
+    outcomes = []
+    work = candidate.decode.workload
+    sustained = candidate.throughput / work.output.mean
+    refuse("flood", rate=work.rate, flood=_FLOOD, kept=sustained, name=candidate.name())
     choices = {"num_requests": num_requests, "seed": seed, "warmup": warmup, "at_once": at_once}
     with Progress(console=Console(file=sys.stderr), transient=True) as bar:
         for load in loads(candidate, burstiness, at_once):
@@ -43,10 +44,10 @@ def simulations(
             def progress(done: int, task=task) -> None:
                 bar.update(task, completed=done)
 
-            seen = simulate(candidate, load, objective, **choices, progress=progress)
+            outcome = simulate(candidate, load, objective, **choices, progress=progress)
             if at_once and warmup == 0:  # the benchmarks of the blind rounds excluded no request
-                seen = dataclasses.replace(seen, calibrated=calibrated_report(candidate, seen))
-            outcomes.append(seen)
+                outcome = dataclasses.replace(outcome, calibrated=calibrated_report(candidate, outcome))
+            outcomes.append(outcome)
     return outcomes
 
 
@@ -59,21 +60,21 @@ def show_simulation(console: Console, candidate: Candidate, outcomes: list[Simul
         f"{arrivals if load.rate else 'a fixed number in flight'}; milliseconds: P50/P90/P99; mean (mean-value answer)"
     )
     console.print(table(title, ("requests/s" if load.rate else "users", *_COLUMNS), map(_cells, outcomes)))
-    for one in outcomes:
-        if said := filled("texts", "reported.txt", one=one):
-            console.print(Text(said))
+    for outcome in outcomes:
+        if lines := filled("texts", "reported.txt", one=outcome):
+            console.print(Text(lines))
     classes = [
         (
             name,
-            f"{one.load.rate or one.load.concurrency:.3g}",
+            f"{outcome.load.rate or outcome.load.concurrency:.3g}",
             str(waits.requests),
             *(
                 _percentiles(spread, digits, "p95")
                 for spread, digits in ((waits.ttft, 0), (waits.tpot, 1), (waits.e2e, 0))
             ),
         )
-        for one in outcomes
-        for name, waits in one.classes.items()
+        for outcome in outcomes
+        for name, waits in outcome.classes.items()
     ]
     if classes:
         names = ("<class", "load", "requests", "TTFT", "TPOT", "end to end")
@@ -83,17 +84,17 @@ def show_simulation(console: Console, candidate: Candidate, outcomes: list[Simul
 _COLUMNS = ("TTFT", "mean", "TPOT", "mean", "ITL", "tokens/s", "goodput", "SLO")
 
 
-def _cells(one: SimulationOutcome) -> tuple[str, ...]:
+def _cells(outcome: SimulationOutcome) -> tuple[str, ...]:
     return (
-        f"{one.load.rate or one.load.concurrency:.3g}",
-        _percentiles(one.ttft, 0),
-        f"{one.ttft.mean * 1e3:.0f} ({one.mean_ttft * 1e3:.0f})",
-        _percentiles(one.tpot, 1),
-        f"{one.tpot.mean * 1e3:.1f} ({one.mean_tpot * 1e3:.1f})" if one.tpot else "–",
-        _percentiles(one.itl, 0),
-        f"{one.tokens_per_s:,.0f}",
-        f"{one.goodput:.3g}",
-        f"{one.kept:.0%}",
+        f"{outcome.load.rate or outcome.load.concurrency:.3g}",
+        _percentiles(outcome.ttft, 0),
+        f"{outcome.ttft.mean * 1e3:.0f} ({outcome.mean_ttft * 1e3:.0f})",
+        _percentiles(outcome.tpot, 1),
+        f"{outcome.tpot.mean * 1e3:.1f} ({outcome.mean_tpot * 1e3:.1f})" if outcome.tpot else "–",
+        _percentiles(outcome.itl, 0),
+        f"{outcome.tokens_per_s:,.0f}",
+        f"{outcome.goodput:.3g}",
+        f"{outcome.kept:.0%}",
     )
 
 

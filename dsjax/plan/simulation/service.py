@@ -23,14 +23,11 @@ from dsjax.plan.workload import Lengths, Workload
 
 @dataclass(frozen=True)
 class OfferedLoad:
-    """Either a rate (requests per second, open loop) or a concurrency (requests in flight; a new one replaces each finished one at once).
+    """Either a rate or a concurrency."""
 
-    burstiness: shape of the gamma distribution of inter-arrival times, as in `vllm bench serve`: 1 is Poisson, less is burstier, infinity
-    is even.
-    """
-
-    rate: float | None
-    concurrency: int | None
+    rate: float | None  # requests per second, open loop
+    concurrency: int | None  # requests in flight; a new one replaces each finished one at once
+    # shape of the gamma distribution of inter-arrival times, as in `vllm bench serve`: 1 is Poisson, less is burstier, infinity is even
     burstiness: float = 1.0
 
     def __str__(self) -> str:
@@ -42,22 +39,23 @@ class OfferedLoad:
 
 @dataclass(slots=True, eq=False)
 class Served:
-    """One request. arrival, first, finished: time of its arrival, first and last token, seconds. shared: prompt tokens in the cache."""
+    """One request."""
 
     number: int
-    arrival: float
+    arrival: float  # time in seconds
     prompt: int
-    shared: int
+    shared: int  # prompt tokens in the cache
     output: int
     kind: str = ""
-    first: float = 0.0
-    finished: float = 0.0
+    first: float = 0.0  # time of the first token, in seconds
+    finished: float = 0.0  # time of the last token, in seconds
 
 
 def requests(load: OfferedLoad, work: Workload, longest: int, seed: int) -> Iterator[Served]:
     """Generate requests endlessly; the same seed gives the same requests, whatever serves them. longest: most tokens of a request."""
     times, prompts, outputs, kinds = (np.random.default_rng((seed, stream)) for stream in range(4))
-    now, shares = 0.0, [one.share for one in work.kinds]
+    now = 0.0
+    shares = [one.share for one in work.kinds]
     for number in itertools.count():
         if load.rate is not None:
             even = math.isinf(load.burstiness)
@@ -128,25 +126,23 @@ class StepPrices:
 
 
 def _rounded(rank: RankWork) -> RankWork:
-    each = rank.context / rank.decodes
-    if each > 0:
-        each = 2 ** (round(_CONTEXTS * math.log2(each)) / _CONTEXTS)
-    return rank._replace(context=rank.decodes * each)
+    context_per_row = rank.context / rank.decodes
+    if context_per_row > 0:
+        context_per_row = 2 ** (round(_CONTEXTS * math.log2(context_per_row)) / _CONTEXTS)
+    return rank._replace(context=rank.decodes * context_per_row)
 
 
 @dataclass(eq=False)
 class SimulatedEngine:
-    """One instance under the engine's scheduler: aggregated serving, or the prefill side if `one_token`.
-
-    mixes: a rank computes prompts and decodes in one step; otherwise its decodes wait for the next step without prompts. gaps: (begin,
-    seconds, decodes) of each step with decodes, where `seconds` is how long a running request waits for its next token.
-    """
+    """One instance under the engine's scheduler: aggregated serving, or the prefill side if `one_token`."""
 
     prices: StepPrices
     scheduler: Scheduler
     one_token: bool = False
     made: float = 1.0  # mean tokens per request and decode step, more than one with drafts
+    # a rank computes prompts and decodes in one step; otherwise its decodes wait for the next step without prompts
     mixes: bool = True
+    # (begin, seconds, decodes) of each step with decodes, where `seconds` is how long a running request waits for its next token
     gaps: list[tuple[float, float, int]] = field(default_factory=list)
     _plan: StepPlan | None = None
     _stalled: float = 0.0
@@ -196,7 +192,8 @@ class SimulatedEngine:
         for request, _, reason in self.scheduler.update(self._plan, results, now):
             if reason is not None:
                 served = self._serving.pop(request.request_id)
-                served.first, served.finished = request.first_token_time, now
+                served.first = request.first_token_time
+                served.finished = now
                 done.append(served)
         return done
 
@@ -206,7 +203,8 @@ class SimulatedEngine:
 
 
 def _work(rank: RankPlan, waits: bool) -> RankWork:
-    decodes, prompts, pairs, cached, ended = [] if waits else rank.decodes, 0, 0, 0, 0
+    decodes = [] if waits else rank.decodes
+    prompts = pairs = cached = ended = 0
     for _, start, length, sampled in rank.prefills:
         prompts += length
         pairs += length * (start + (length + 1) / 2)
@@ -215,12 +213,12 @@ def _work(rank: RankPlan, waits: bool) -> RankWork:
     return RankWork(len(decodes), sum(row.start for row in decodes) + len(decodes), prompts, pairs, cached, ended)
 
 
-def _tokens_of_a_step(before: int, made: float) -> RowResult:
-    """Return the whole tokens of a request's next step, `made` on average. before: tokens made so far, the first by its prompt."""
+def _tokens_of_a_step(before: int, tokens_per_step: float) -> RowResult:
+    """Return the whole tokens of a request's next step. before: tokens made so far, the first by its prompt. tokens_per_step: the mean."""
     if not before:
         return _SOME
-    steps = max(0, math.ceil((before - 1) / made - 1e-9))
-    return RowResult((0,) * math.floor(made * (steps + 1) - (before - 1) + 1e-9))
+    steps = max(0, math.ceil((before - 1) / tokens_per_step - 1e-9))
+    return RowResult((0,) * math.floor(tokens_per_step * (steps + 1) - (before - 1) + 1e-9))
 
 
 class Decoder:
@@ -231,8 +229,10 @@ class Decoder:
 
     def __init__(self, prices: StepPrices, ranks: int, *, seqs: int, made: float = 1.0):
         self._prices, self._seqs, self._made = prices, seqs, made
-        self._decodes, self._context = [0] * ranks, [0.0] * ranks
-        self._waiting, self._steps = deque[Served](), 0
+        self._decodes = [0] * ranks
+        self._context = [0.0] * ranks
+        self._waiting = deque[Served]()
+        self._steps = 0
         self._ends: list[tuple[int, int, int, float, Served]] = []
         self.gaps: list[tuple[float, float, int]] = []
 
@@ -247,18 +247,19 @@ class Decoder:
 
     def begin(self, now: float) -> float:
         """Admit requests while slots are free, start a step and return its seconds."""
-        made = self._made
+        tokens_per_step = self._made
         while self._waiting and min(self._decodes) < self._seqs:
             served = self._waiting.popleft()
             served.first = now
             rank = min(range(len(self._decodes)), key=lambda r: (self._decodes[r], self._context[r]))
-            steps, first = max(1, math.ceil((served.output - 1) / made)), served.prompt + 1
+            steps = max(1, math.ceil((served.output - 1) / tokens_per_step))
+            first = served.prompt + 1
             self._decodes[rank] += 1
-            self._context[rank] += first - made
-            last = first + (steps - 1) * made
+            self._context[rank] += first - tokens_per_step
+            last = first + (steps - 1) * tokens_per_step
             heapq.heappush(self._ends, (self._steps + steps, served.number, rank, last, served))
         for rank, decodes in enumerate(self._decodes):
-            self._context[rank] += decodes * made
+            self._context[rank] += decodes * tokens_per_step
         seconds = self._prices.seconds([RankWork(*work) for work in zip(self._decodes, self._context, strict=True)])
         self.gaps.append((now, seconds, len(self._ends)))
         return seconds

@@ -93,7 +93,7 @@ class RemoteEngine(RequestStreams):
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End the remaining streams."""
-        self.closing = self._is_closed = True
+        self._is_closed = True
         self.abort_all()
         self.channel.fail(EngineClosingError("the server is shutting down"))
         self.channel.close()

@@ -1,7 +1,5 @@
 """`FrontEnd`: a front end's process and its channel, as the engine's process sees them; `Links`: all front ends."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import subprocess

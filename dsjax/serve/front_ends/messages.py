@@ -29,23 +29,18 @@ class _Message(msgspec.Struct, array_like=True, tag=True):
 
 
 class NewRequest(msgspec.Struct, array_like=True):
-    """One prompt and its completions, as the engine's core needs them.
+    """One prompt and its completions, as the engine's core needs them."""
 
-    Attributes:
-        completions: handle, id and seed of each. The front end assigns the handle, which identifies a completion in later messages.
-        params: sampling parameters without stop strings, which the front end matches.
-        cache_salt, session: bytes, because JSON strings may hold lone surrogates.
-    """
-
+    # handle, id and seed of each. The front end assigns the handle, which identifies a completion in later messages
     completions: list[tuple[int, str, int]]
     token_ids: list[int]
     max_tokens: int
-    params: SamplingParams
+    params: SamplingParams  # sampling parameters without stop strings, which the front end matches
     stop_ids: list[int]
     arrival_time: float
     priority: int
-    cache_salt: bytes | None
-    session: bytes | None
+    cache_salt: bytes | None  # bytes, because JSON strings may hold lone surrogates
+    session: bytes | None  # likewise
     dp_rank: int | None
     page_hashes: list[bytes]
 

@@ -41,7 +41,9 @@ class FrontEnds:
     def __init__(
         self, engine: SharedEngine, listeners: Sequence[socket.socket], welcome: Callable[[int, str], messages.Welcome]
     ):
-        self.engine, self._listeners, self._welcome = engine, list(listeners), welcome
+        self.engine = engine
+        self._listeners = list(listeners)
+        self._welcome = welcome
         self._links: dict[int, FrontEnd] = {}
         self._ended_samples: dict[tuple[str, str, tuple[str, ...]], float] = {}
         self._phase = Phase.WARMING_UP

@@ -1,7 +1,5 @@
 """`SharedEngine`: an engine that serves front end processes and sends them the tokens of their requests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from dsjax.engine.engine import EngineParts
@@ -9,6 +7,7 @@ from dsjax.engine.engine_thread import ThreadedEngine
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import StepStats
+from dsjax.engine.text.outputs import EngineClosingError
 from dsjax.serve.front_ends.link import FrontEnd, Links
 from dsjax.serve.front_ends.messages import EndStreams, NewRequest, RequestProgress, StepUpdates, UpdateEntry
 
@@ -48,14 +47,15 @@ class SharedEngine(ThreadedEngine):
         return dropped
 
     def abort_all(self) -> None:
-        """Abort all requests; clients get an error from their front end."""
+        """End all requests, whose clients get an error from their front end, and all calls; refuse new calls."""
+        self.closing = True
         self.front_ends.send_all(EndStreams())
         for link in self.front_ends.links:
             self.drop(link, list(link.requests))
+        self._fail_calls(EngineClosingError("the server is shutting down"))
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End the front ends, then the engine's thread."""
-        self.closing = True  # ending the front ends takes a while
         await self.front_ends.end()
         await super().shutdown(timeout)
 

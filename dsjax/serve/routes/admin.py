@@ -125,9 +125,9 @@ def admin_routes(serving: Serving) -> APIRouter:
         except ValueError as error:  # a UserError or a MeshError
             raise ApiError(400, str(error), param="mesh", code="mesh_impossible") from error
         if generations.failure is not None:
-            wanted = ", ".join(f"{name} {text}" for name, text in body.model_dump(exclude_none=True).items())
+            options = ", ".join(f"{name} {text}" for name, text in body.model_dump(exclude_none=True).items())
             reason = (
-                f"{wanted}: not possible, and the server continues on {generations.facts.mesh}: {generations.failure}"
+                f"{options}: not possible, and the server continues on {generations.facts.mesh}: {generations.failure}"
             )
             raise ApiError(400, reason, param="mesh", code="mesh_unavailable")
         facts = generations.facts

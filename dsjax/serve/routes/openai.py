@@ -92,7 +92,8 @@ def openai_routes(serving: Serving) -> APIRouter:
         chat = body.to_chat()
         chat.check()
         serving.check_model(body.model)
-        tokenizer, form = serving.engine.tokenizer, serving.tool_format
+        tokenizer = serving.engine.tokenizer
+        form = serving.tool_format
         prompt = await asyncio.to_thread(render_prompt, tokenizer, chat, chat.offered_tools, form)
         return JsonResponse({"input_tokens": len(prompt.token_ids)})
 

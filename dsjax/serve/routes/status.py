@@ -11,7 +11,7 @@ from starlette.responses import Response
 from dsjax.engine.contract.executor import ExpertCounts
 from dsjax.engine.schedule.rank import RankLoad
 from dsjax.engine.setup.expert_location import ExpertLocation
-from dsjax.engine.text.outputs import EngineDeadError
+from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError
 from dsjax.serve.connections import JsonResponse
 from dsjax.serve.errors import ApiError
 from dsjax.serve.schemas import ExpertLoad, HistoryBody, Load, RankLoadBody, ServerInfo, State, Version, errors
@@ -99,11 +99,11 @@ async def _refresh_loads(serving: Any) -> None:
     """Ask the engine for the ranks' loads.
 
     Each step reports them, but no step follows when the last request is aborted. If the engine does not answer in time, because a step
-    takes long or the engine has failed, the last known loads stay.
+    takes long or the engine has ended, the last known loads stay.
     """
     if getattr(serving, "front_ends", None) is not None:
         await serving.front_ends.gather()
-    with contextlib.suppress(EngineDeadError, TimeoutError):
+    with contextlib.suppress(EngineDeadError, EngineClosingError, TimeoutError):
         call = serving.engine.call(lambda core: (core.loads(), core.statistics()))
         async with asyncio.timeout(_LOADS_SECONDS):
             loads, parts = await call
@@ -114,7 +114,8 @@ def load_bodies(loads: list[RankLoad]) -> list[RankLoadBody]:
     """Return the JSON body of each DP rank's load."""
     bodies = []
     for load in loads:
-        body, host = load._asdict(), load.tiers.get("host")
+        body = load._asdict()
+        host = load.tiers.get("host")
         del body["tiers"]
         body["host"] = None if host is None else host._asdict()
         body["hits"] = {tier: load.hits.get(tier, 0) for tier in ("device", "host", "disk")}

@@ -14,9 +14,12 @@ from commands import Ended, run
 from typer.testing import CliRunner
 from waits import until
 
+from dsjax.bench.serve.statistics import draft_figures
 from dsjax.cli import app
+from dsjax.top.reading import Exposition
 
 COMMON = ("--num-prompts", "8", "--random-input-len", "6", "--random-output-len", "4", "--vocab-size", "50")
+BROKE = (500, "it broke")
 
 
 def bench(url, *options, common=COMMON) -> Ended:
@@ -28,19 +31,15 @@ def test_it_prints_what_vllm_prints(start_fake):
     done = bench(server.url, "--max-concurrency", "2", "--goodput", "ttft:60000", "e2el:60000", "--num-warmups", "3")
     assert done.returncode == 0, done.stderr
     lines = dict(re.findall(r"^(.*?):? {2,}([\d.]+)$", done.stdout, re.MULTILINE))
-    assert lines["Successful requests"] == "8"
-    assert lines["Failed requests"] == "0"
-    assert lines["Maximum request concurrency"] == "2"
-    assert lines["Total input tokens"] == "48"
-    assert lines["Total generated tokens"] == "32"
+    expected = {"Successful requests": "8", "Failed requests": "0", "Maximum request concurrency": "2"}
+    expected |= {"Total input tokens": "48", "Total generated tokens": "32"}
+    assert {name: lines[name] for name in expected} == expected
     assert lines["Request goodput (req/s)"] == lines["Request throughput (req/s)"]
     assert float(lines["Peak concurrent requests"]) <= 2
-    assert float(lines["Output tok/s a device"]) == pytest.approx(
-        float(lines["Output token throughput (tok/s)"]) / 4, abs=0.01
-    )
-    for short in ("TTFT", "TPOT", "ITL", "E2EL"):
-        for name in ("Mean", "Median", "P90", "P95", "P99"):
-            assert f"{name} {short} (ms)" in lines
+    rate, own = (float(lines[name]) for name in ("Output token throughput (tok/s)", "Output tok/s a device"))
+    assert own == pytest.approx(rate / 4, abs=0.01)
+    names = itertools.product(("Mean", "Median", "P90", "P95", "P99"), ("TTFT", "TPOT", "ITL", "E2EL"))
+    assert {f"{name} {short} (ms)" for name, short in names} <= lines.keys()
     for title in ("Serving Benchmark Result", "Time to First Token", "Inter-token Latency"):
         assert title in done.stdout
     # a test request of two tokens, three to warm up, and the eight that count
@@ -50,7 +49,7 @@ def test_it_prints_what_vllm_prints(start_fake):
 
 
 def drafting(answered: int) -> str:
-    """vLLM's counters of two engines: each request brings 10 rows with 2 drafts, of which 7 and 4 are accepted."""
+    """vLLM's counters of two engines: each request brings 10 rows with 2 drafts, of which 7 and 4 are accepted; one has no position."""
     name = "vllm:spec_decode_num"
     lines = ["# TYPE vllm:generation_tokens counter", "vllm:generation_tokens_total 5.0"]
     for engine, share in (("0", answered - 1), ("1", 1)):
@@ -58,15 +57,14 @@ def drafting(answered: int) -> str:
         for what, count in (("drafts", 10), ("draft_tokens", 20), ("accepted_tokens", 11)):
             lines += [f"# TYPE {name}_{what} counter"] if engine == "0" else []
             lines.append(f"{name}_{what}_total{{{labels}}} {count * share}")
-        for position, count in ((0, 7), (1, 4)):
+        for position, count in ((0, 7), (1, 4), ("last", 1)):
             lines.append(f'{name}_accepted_tokens_per_pos_total{{{labels},position="{position}"}} {count * share}')
     return "\n".join(lines) + "\n"
 
 
 def test_acceptance_of_drafts_is_that_of_the_point(start_fake, tmp_path):
     """The test request before the point is not in it."""
-    server = start_fake(metrics=drafting)
-    done = bench(server.url, "--json", str(tmp_path / "out.json"))
+    done = bench(start_fake(metrics=drafting).url, "--json", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stderr
     body = json.loads((tmp_path / "out.json").read_text())
     found = {key: value for key, value in body.items() if key.startswith("spec_decode_")}
@@ -78,10 +76,12 @@ def test_acceptance_of_drafts_is_that_of_the_point(start_fake, tmp_path):
         "spec_decode_accepted_tokens": 88,
         "spec_decode_per_position_acceptance_rates": pytest.approx([0.7, 0.4]),
     }
+    endless = Exposition("vllm:spec_decode_num_draft_tokens_total +Inf\n")
+    assert draft_figures(Exposition(""), endless) == dict.fromkeys(found)
     assert "Speculative Decoding" in done.stdout
     lines = dict(re.findall(r"^ *(.*?):? {2,}([\d.]+)$", done.stdout, re.MULTILINE))
-    assert (lines["Acceptance rate (%)"], lines["Acceptance length"]) == ("55.00", "2.10")
-    assert (lines["Position 0"], lines["Position 1"]) == ("70.00", "40.00")
+    names = ("Acceptance rate (%)", "Acceptance length", "Position 0", "Position 1")
+    assert [lines[name] for name in names] == ["55.00", "2.10", "70.00", "40.00"]
 
 
 def test_json_on_standard_output_has_vllm_s_names(start_fake):
@@ -95,22 +95,19 @@ def test_json_on_standard_output_has_vllm_s_names(start_fake):
     assert body["output_throughput"] == pytest.approx(32 / body["duration"])
     assert body["p50_ttft_ms"] == pytest.approx(body["median_ttft_ms"])
     assert body["p99.9_e2el_ms"] >= body["median_e2el_ms"]
-    assert body["num_devices"] is None
-    assert body["output_lens"] == [4] * 8
-    assert (set(body["finish_reasons"]), body["cached_lens"]) == ({"length"}, [None] * 8)
-    assert len(body["itls"][0]) == 3
-    assert body["token_sources"] == {"usage": 8}
-    absent = [value for key, value in body.items() if key.startswith("spec_decode_")]
-    absent += [body[key] for key in ("goodput_verdict", "objective_shares", "goodput_share_wanted")]
-    absent += [body[key] for key in ("total_cached_tokens", "cached_share", "cached_share_bound")]
+    assert (body["num_devices"], body["token_sources"], len(body["itls"][0])) == (None, {"usage": 8}, 3)
+    assert (set(body["finish_reasons"]), body["output_lens"], body["cached_lens"]) == ({"length"}, [4] * 8, [None] * 8)
+    names = {"goodput_verdict", "objective_shares", "goodput_share_wanted"}
+    names |= {"total_cached_tokens", "cached_share", "cached_share_bound"}
+    absent = [body[key] for key in body if key.startswith("spec_decode_") or key in names]
     assert absent == [None] * 12
     assert "Speculative" not in done.stderr
 
 
 def test_the_prefix_cache_is_told_beside_its_bound(start_fake):
-    lengths = ("--prefix-repetition-prefix-len", "6", "--prefix-repetition-suffix-len", "2")
-    options = ("--dataset-name", "prefix-repetition", *lengths, "--prefix-repetition-num-prefixes", "2", "--json", "-")
-    done = bench(start_fake(cached=3).url, *options)
+    sizes = {"prefix-len": 6, "suffix-len": 2, "num-prefixes": 2}
+    lengths = [f"--prefix-repetition-{name}={size}" for name, size in sizes.items()]
+    done = bench(start_fake(cached=3).url, "--dataset-name", "prefix-repetition", *lengths, "--json", "-")
     body = json.loads(done.stdout)
     assert (body["total_cached_tokens"], body["cached_share"], body["cached_share_bound"]) == (24, 24 / 64, 36 / 64)
     assert re.search(r"Cached share of input \(%\): +37.50\n", done.stderr)
@@ -119,44 +116,35 @@ def test_the_prefix_cache_is_told_beside_its_bound(start_fake):
 def test_a_sweep_writes_points_and_draws_them(start_fake, tmp_path):
     pytest.importorskip("matplotlib")
     server = start_fake(gap=0.002, info={"num_devices": 2})
-    files = {name: tmp_path / name for name in ("all.json", "points.csv", "picture.png")}
-    done = bench(
-        server.url,
-        *("--sweep-concurrency", "1,4", "--json", str(files["all.json"]), "--plot", str(files["picture.png"])),
-        "--csv-points",
-        str(files["points.csv"]),
-    )
+    files = {f"--{name}": tmp_path / name for name in ("json", "csv-points", "plot")}
+    files["--plot"] = tmp_path / "plot.png"
+    words = [str(word) for pair in files.items() for word in pair]
+    done = bench(server.url, "--sweep-concurrency", "1,4", *words)
     assert done.returncode == 0, done.stderr
-    body = json.loads(files["all.json"].read_text())
-    assert body["swept"] == "max_concurrency"
-    assert [point["max_concurrency"] for point in body["points"]] == [1, 4]
-    points = list(csv.DictReader(files["points.csv"].open()))
+    body = json.loads(files["--json"].read_text())
+    assert (body["swept"], [point["max_concurrency"] for point in body["points"]]) == ("max_concurrency", [1, 4])
+    points = list(csv.DictReader(files["--csv-points"].open()))
     assert [float(p["output_throughput"]) for p in points] == [p["output_throughput"] for p in body["points"]]
-    assert files["picture.png"].read_bytes().startswith(b"\x89PNG")
+    assert files["--plot"].read_bytes().startswith(b"\x89PNG")
     assert "at once" in done.stdout
     prompts = [tuple(body["prompt"]) for body in server.script.bodies[1:]]
     assert len(set(prompts)) == 16, "no point may find the one before in the prefix cache"
 
 
 def test_a_server_that_takes_no_token_ids_gets_text(start_fake):
-    server = start_fake(
-        refuse=lambda body: (400, "expected a string") if isinstance(body["prompt"], list) else None, root="demo"
-    )
+    refuse = lambda body: (400, "expected a string") if isinstance(body["prompt"], list) else None  # noqa: E731
+    server = start_fake(refuse=refuse, root="demo")
     done = bench(server.url, "--json", "-", common=("--num-prompts", "2", "--random-output-len", "3"))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["completed"] == 2
     assert [type(body["prompt"]) for body in server.script.bodies] == [list, str, str, str]
 
 
-BROKE = (500, "it broke")
-
-
 def test_where_nothing_was_answered_nothing_is_drawn_and_the_exit_status_says_so(start_fake, tmp_path):
     pytest.importorskip("matplotlib")
     answers = itertools.chain([None], itertools.repeat(BROKE))  # the test request is answered
-    done = bench(
-        start_fake(refuse=lambda body: next(answers)).url, "--plot", str(tmp_path / "picture.png"), "--devices", "1"
-    )
+    server = start_fake(refuse=lambda body: next(answers))
+    done = bench(server.url, "--plot", str(tmp_path / "picture.png"), "--devices", "1")
     assert done.returncode == 1, done.stderr
     assert "no request was answered" in done.stderr
     assert not (tmp_path / "picture.png").exists()
@@ -168,8 +156,8 @@ def test_where_nothing_was_answered_nothing_is_drawn_and_the_exit_status_says_so
         (("--request-rate", "0"), "--request-rate is 0.0, expected a number above 0"),
         (("--goodput", "itl:3"), "--goodput has 'itl:3'"),
         (
-            ("--num-prompts", "99999999999"),
-            "--num-prompts is 99999999999, expected an integer of at least 1 and of at most 10,000,000",
+            ("--num-prompts", "10000001"),
+            "--num-prompts is 10000001, expected an integer of at least 1 and of at most 10,000,000",
         ),
         (("--temperature", "inf"), "--temperature is inf, expected a number of at least 0 and of at most 10,000,000"),
         (("stray",), "found 'stray', which belongs to no option"),
@@ -188,10 +176,9 @@ def test_where_nothing_was_answered_nothing_is_drawn_and_the_exit_status_says_so
 )
 def test_a_user_s_mistake_is_one_line(options, message):
     done = bench("http://127.0.0.1:9", *options)
-    assert done.returncode == 2
-    assert message in done.stderr
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
+    assert message in done.stderr
 
 
 def test_a_refused_test_request_says_what_the_server_said(start_fake):
@@ -210,8 +197,7 @@ def test_ctrl_c_prints_what_is_done(start_fake, tmp_path):
     until(lambda: len(server.script.bodies) >= 5)
     running.send_signal(signal.SIGINT)
     stdout, stderr = running.communicate(timeout=240)
-    assert running.returncode == 130, stderr
-    assert "interrupted" in stderr
+    assert (running.returncode, "interrupted" in stderr) == (130, True), stderr
     body = json.loads(out.read_text())
     assert body["interrupted"]
     assert 3 <= body["completed"] < 10000
@@ -277,17 +263,16 @@ def test_the_options_are_shown_without_the_extra():
     assert "--random-input-len" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("was_there", [False, True])
-@pytest.mark.parametrize("detailed", [False, True])
-def test_a_result_with_the_texts_of_answers_is_for_its_owner_alone(start_fake, tmp_path, detailed, was_there):
+@pytest.mark.parametrize(
+    ("options", "was_there", "mode"),
+    [(["--save-detailed"], False, 0o600), (["--save-detailed"], True, 0o600), ([], True, 0o644)],
+)
+def test_a_result_with_the_texts_of_answers_is_for_its_owner_alone(start_fake, tmp_path, options, was_there, mode):
     path = tmp_path / "result.json"
     if was_there:
-        path.write_text("")
+        path.touch()
         path.chmod(0o644)
-    done = bench(start_fake().url, "--json", str(path), *(["--save-detailed"] if detailed else []))
+    done = bench(start_fake().url, "--json", str(path), *options)
     assert done.returncode == 0, done.stderr
-    assert ("generated_texts" in json.loads(path.read_text())) is detailed
-    if detailed:
-        assert path.stat().st_mode & 0o777 == 0o600
-    elif was_there:
-        assert path.stat().st_mode & 0o777 == 0o644
+    assert ("generated_texts" in json.loads(path.read_text())) == bool(options)
+    assert path.stat().st_mode & 0o777 == mode

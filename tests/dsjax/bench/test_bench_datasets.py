@@ -9,20 +9,15 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from dsjax.bench.serve import prompts as forms_of_prompts
 from dsjax.bench.serve.datasets import Dataset, DatasetError
 from dsjax.bench.serve.options import WorkloadOptions
-from dsjax.bench.serve.prompts import (
-    PromptSource,
-    TextPrompts,
-    TokenPrompts,
-    UnmakablePromptError,
-    count_tokens,
-    read_tokenizer,
-)
+from dsjax.bench.serve.prompts import PromptSource, TextPrompts, TokenPrompts, UnmakablePromptError, count_tokens
 from dsjax.bench.serve.server_facts import ServerFacts
 from dsjax.options import OptionError
 
 TOKENS = TokenPrompts(1000, special_ids=frozenset(range(10)))
+NO_LENGTHS = {"dataset_name": "prefix-repetition", "prefix_repetition_prefix_len": 0, "prefix_repetition_suffix_len": 0}
 
 
 def dataset_of(name="random", prompts=TOKENS, tokenizer=None, **options):
@@ -34,7 +29,7 @@ def dataset_of(name="random", prompts=TOKENS, tokenizer=None, **options):
 
 @pytest.fixture(scope="module")
 def demo_tokenizer():
-    return read_tokenizer("demo")
+    return forms_of_prompts.read_tokenizer("demo")
 
 
 def test_random_lengths_fill_their_range_and_another_draw_has_the_same_ones_and_other_prompts():
@@ -46,7 +41,7 @@ def test_random_lengths_fill_their_range_and_another_draw_has_the_same_ones_and_
     assert min(min(r.prompt) for r in requests) >= 10, "special tokens are not drawn"
     assert {len(r.prompt) for r in dataset_of(input_len=7, output_len=1).requests(5, 1)} == {7}
     dataset = dataset_of(input_len=100, output_len=20, range_ratio=0.5, prefix_len=8)
-    first, again, other = dataset.requests(50, 1), dataset.requests(50, 1), dataset.requests(50, 2)
+    first, again, other = (dataset.requests(50, seed) for seed in (1, 1, 2))
     assert first == again
     assert [(r.prompt_tokens, r.output_tokens) for r in first] == [(r.prompt_tokens, r.output_tokens) for r in other]
     assert not {tuple(r.prompt[:16]) for r in first} & {tuple(r.prompt[:16]) for r in other}
@@ -105,32 +100,27 @@ def test_sharegpt_takes_first_turns_that_fit(tmp_path, demo_tokenizer):
 
 
 def test_mooncake_s_blocks_are_shared_by_hash_and_times_are_milliseconds(tmp_path):
-    lines = [
-        {"timestamp": 9000, "input_length": 1300, "output_length": 7, "hash_ids": [5, 6, 9]},
-        {"timestamp": 6000, "input_length": 1100, "output_length": 3, "hash_ids": [5, 6, 7]},
-        {"timestamp": 7000, "input_length": 10, "output_length": 0, "hash_ids": [1]},
-    ]
+    names = ("timestamp", "input_length", "output_length", "hash_ids")
+    lines = [(9000, 1300, 7, [5, 6, 9]), (6000, 1100, 3, [5, 6, 7]), (7000, 10, 0, [1])]
     path = tmp_path / "trace.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    first, second = dataset_of("trace", dataset_path=str(path)).requests(10, 1)
-    assert (first.arrival, second.arrival) == (0.0, 3.0)
-    assert (len(first.prompt), len(second.prompt)) == (1100, 1300)
-    assert (first.output_tokens, second.output_tokens) == (3, 7)
-    assert first.prompt[:1024] == second.prompt[:1024]
-    assert first.prompt[1024:1100] != second.prompt[1024:1100]
-    scaled = dataset_of("trace", dataset_path=str(path), speed=2.0, length_scale=0.125).requests(10, 1)
-    assert [r.arrival for r in scaled] == [0.0, 1.5]
-    assert [len(r.prompt) for r in scaled] == [138, 162]
-    assert scaled[0].prompt[:128] == scaled[1].prompt[:128]
-    assert scaled[0].prompt[128:138] != scaled[1].prompt[128:138]
+    path.write_text("\n".join(json.dumps(dict(zip(names, line, strict=True))) for line in lines) + "\n\n")
+    for options, arrivals, lengths, outputs in (
+        ({}, [0.0, 3.0], [1100, 1300], [3, 7]),
+        ({"speed": 2.0, "length_scale": 0.125}, [0.0, 1.5], [138, 162], [1, 1]),
+    ):
+        first, second = dataset_of("trace", dataset_path=str(path), **options).requests(10, 1)
+        assert [first.arrival, second.arrival] == arrivals
+        assert [len(first.prompt), len(second.prompt)] == lengths
+        assert [first.output_tokens, second.output_tokens] == outputs
+        shared = round(1024 * options.get("length_scale", 1))
+        assert first.prompt[:shared] == second.prompt[:shared]
+        assert first.prompt[shared : lengths[0]] != second.prompt[shared : lengths[0]]
 
 
 def test_burstgpt_s_columns(tmp_path):
-    path = tmp_path / "burst.csv"
-    path.write_text(
-        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-        "5,ChatGPT,472,18,490,Conversation log\n45.5,ChatGPT,30,0,30,API log\n118,GPT-4,11,2,13,API log\n"
-    )
+    path, columns = tmp_path / "burst.csv", "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
+    lines = ("5,ChatGPT,472,18,490,Conversation log", "45.5,ChatGPT,30,0,30,API log", "118,GPT-4,11,2,13,API log")
+    path.write_text("\n".join((columns, *lines)) + "\n")
     requests = dataset_of("trace", dataset_path=str(path)).requests(10, 1)
     assert [(r.arrival, len(r.prompt), r.output_tokens) for r in requests] == [(0.0, 472, 18), (113.0, 11, 2)]
     path.write_text("a,b\n1,2\n")
@@ -139,14 +129,14 @@ def test_burstgpt_s_columns(tmp_path):
 
 
 def test_what_the_server_cannot_take_is_left_out_and_said():
-    options = WorkloadOptions(random_input_len=100, random_output_len=10, random_range_ratio=0.5, num_prompts=200)
-    dataset = Dataset(options, TOKENS, PromptSource(None, 1000))
-    kept, left_out = dataset.draw(1, 100)
+    lengths = {"random_input_len": 100, "random_output_len": 10, "random_range_ratio": 0.5}
+    dataset = Dataset(WorkloadOptions(num_prompts=200, **lengths), TOKENS, PromptSource(None, 1000))
+    kept, left_out = dataset.fitting_requests(1, 100)
     assert max(r.prompt_tokens + r.output_tokens for r in kept) <= 100
     assert len(kept) + left_out == 200
     assert left_out > 20
     with pytest.raises(DatasetError, match=r"the shortest has .* choose shorter lengths: --random-input-len"):
-        dataset.draw(1, 12)
+        dataset.fitting_requests(1, 12)
 
 
 @pytest.mark.parametrize(
@@ -156,10 +146,7 @@ def test_what_the_server_cannot_take_is_left_out_and_said():
         ({"dataset_name": "trace", "dataset_path": "no-such.jsonl"}, "no-such.jsonl, which is no file"),
         ({"dataset_path": "trace.jsonl"}, "--dataset-name random reads no file"),
         ({"random_range_ratio": 1.0}, "--random-range-ratio is 1.0, expected at least 0 and less than 1"),
-        (
-            {"dataset_name": "prefix-repetition", "prefix_repetition_prefix_len": 0, "prefix_repetition_suffix_len": 0},
-            "--prefix-repetition-prefix-len and -suffix-len are both 0",
-        ),
+        (NO_LENGTHS, "--prefix-repetition-prefix-len and -suffix-len are both 0"),
     ],
 )
 def test_files_that_are_not_there_and_lengths_that_cannot_be_are_found_before_a_server_is_asked(options, said):
@@ -173,22 +160,21 @@ def test_a_file_that_went_away_since_then_is_named(tmp_path):
     options = WorkloadOptions(dataset_name="trace", dataset_path=str(path))
     path.unlink()
     with pytest.raises(DatasetError, match=r"cannot read --dataset-path .*trace\.jsonl"):
-        Dataset(options, TOKENS, PromptSource(None, 10)).draw(1, None)
+        Dataset(options, TOKENS, PromptSource(None, 10)).fitting_requests(1, None)
 
 
 def test_the_form_of_prompts():
     facts = ServerFacts("served", root="demo")
     source, nameless = PromptSource.find(None, None, facts), PromptSource.find(None, 50, ServerFacts("x"))
-
-    def forms(one, wanted, endpoint):
-        return [type(prompts) for prompts in one.forms(wanted, endpoint)]
-
-    assert forms(source, "auto", "completions") == [TokenPrompts, TextPrompts]
-    assert forms(source, "auto", "chat") == forms(source, "text", "completions") == [TextPrompts]
-    assert forms(nameless, "auto", "completions") == [TokenPrompts]
-    unknown = PromptSource.find(None, None, ServerFacts("nameless"))
+    for one, wanted, endpoint, forms in (
+        (source, "auto", "completions", [TokenPrompts, TextPrompts]),
+        (source, "auto", "chat", [TextPrompts]),
+        (source, "text", "completions", [TextPrompts]),
+        (nameless, "auto", "completions", [TokenPrompts]),
+    ):
+        assert [type(prompts) for prompts in one.forms(wanted, endpoint)] == forms
     with pytest.raises(UnmakablePromptError, match=r"--tokenizer .* or --vocab-size"):
-        unknown.forms("auto", "completions")
+        PromptSource.find(None, None, ServerFacts("nameless")).forms("auto", "completions")
     with pytest.raises(UnmakablePromptError, match="chat takes text only"):
         source.forms("tokens", "chat")
     with pytest.raises(UnmakablePromptError, match="found no tokenizer 'nowhere'"):

@@ -37,14 +37,17 @@ latency_us = 5
 latency_us_range = [2, 8]
 """
 SOURCES = '\n[sources]\nnetwork_gbps = "ours"\n'
+INSIDE, BETWEEN, ALL = [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]]
+WRONG = {"rolled": lambda sent, y: jnp.roll(y, 1), "dropped": lambda sent, y: y * 0, "not sent": lambda sent, y: sent}
+OWN = "[acceptance.inside_host.all_to_all]\nlatency_us = {us}\ngb_per_s = 1000\n"
+ROLLED = [(name, "rolled") for name in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")]
 
 
 @pytest.fixture
 def cluster_file(tmp_path):
     def write(acceptance=""):
-        path = tmp_path / "cluster.toml"
-        path.write_text(CLUSTER + acceptance + SOURCES)
-        return path
+        (tmp_path / "cluster.toml").write_text(CLUSTER + acceptance + SOURCES)
+        return tmp_path / "cluster.toml"
 
     return write
 
@@ -58,13 +61,13 @@ def pretended(spec: str, processes: int):
     return spec, SimpleNamespace(devices=devices.reshape(spec.shape))
 
 
-def alone(stage, own):
-    """The agreement of a group of one process."""
-    return [own]
-
-
-def timed(todo, grid, agree=alone):
+def timed(todo, grid, agree=lambda stage, own: [own]):
     return run_cases(todo, grid, jnp.dtype("float32"), None, agree)
+
+
+def messages_of(pair, sizes, agree=lambda stage, own: [own], repeats=1, **options):
+    grid = CollectiveGrid(only="send_receive", pair_sizes=sizes, repeats=repeats, **options)
+    return timed(cases([pair], grid), grid, agree)
 
 
 @pytest.fixture
@@ -74,9 +77,6 @@ def pair():
 
 def ids(group):
     return [[device.id for device in row] for row in group.devices]
-
-
-INSIDE, BETWEEN, ALL = [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_messages_are_of_two_devices_of_each_host_and_the_first_of_each_two_host
     between.devices[0][0] = between.devices[0][1]
     assert not between.takes_part  # process 0 has no device left in it
     assert device_pairs(pretended("dp=2", 2)[1])[0].between_hosts, "hosts of one device have no pair inside"
-    _, mesh = pretended("dp=4", 2)
-    groups = [*device_groups(*pretended("dp=4", 2)), *device_pairs(mesh)]
+    spec, mesh = pretended("dp=4", 2)
+    groups = [*device_groups(spec, mesh), *device_pairs(mesh)]
     found = list(cases(groups, CollectiveGrid(sizes="1K", pair_sizes="64,1G")))
     messages = [(case.group.uses, case.size) for case in found if case.collective == "send_receive"]
     assert messages == [(("pair",), 64), (("pair",), 1 << 30)] * 2
@@ -111,11 +111,9 @@ def test_messages_are_of_two_devices_of_each_host_and_the_first_of_each_two_host
 
 
 def test_a_message_s_time_is_half_of_there_and_back(pair, monkeypatch):
-    monkeypatch.setattr(
-        "dsjax.bench.network.run.sample", lambda loop, repeats, agree: (loop.run(1), (4.0,) * repeats)[1]
-    )
-    grid = CollectiveGrid(only="send_receive", pair_sizes="64", repeats=2)
-    (row,) = timed(cases([pair], grid), grid).rows
+    sample = lambda loop, repeats, agree: (loop.run(1), (4.0,) * repeats)[1]  # noqa: E731
+    monkeypatch.setattr("dsjax.bench.network.run.sample", sample)
+    (row,) = messages_of(pair, "64", repeats=2).rows
     assert (row.samples, row.sent_bytes, row.operand_bytes, row.correct) == ((2.0, 2.0), 64, 64, True)
     assert row.bandwidth == 32
 
@@ -123,8 +121,7 @@ def test_a_message_s_time_is_half_of_there_and_back(pair, monkeypatch):
 def test_a_slow_small_message_does_not_keep_a_large_one_from_being_timed(pair, monkeypatch):
     seconds = iter([4.0, 4.0, 12.0])  # there and back
     monkeypatch.setattr("dsjax.bench.network.run.sample", lambda loop, repeats, agree: (next(seconds),))
-    grid = CollectiveGrid(only="send_receive", pair_sizes="64,4K,8K,64K", row_limit=20)
-    found = timed(cases([pair], grid), grid)
+    found = messages_of(pair, "64,4K,8K,64K", row_limit=20)
     assert [row.sent_bytes for row in found.rows] == [64, 4096, 8192]
     assert "--row-limit" in found.skipped[0][1]  # four seconds above the latency at 8 KiB are 32 at 64
 
@@ -132,26 +129,18 @@ def test_a_slow_small_message_does_not_keep_a_large_one_from_being_timed(pair, m
 def test_a_process_without_a_device_in_a_pair_waits_for_the_others(pair, monkeypatch):
     monkeypatch.setattr(type(pair), "takes_part", False)
     monkeypatch.setattr(CollectiveProgram, "loop", lambda program: pytest.fail("it has no device there"))
-    grid = CollectiveGrid(only="send_receive", pair_sizes="64", repeats=1)
-    told = {
-        "sample": [[0.0] * 3, [0.0, 0.0, 12.0]],
-        "correct": [True, True],
-        "seconds": [1.0],
-        "free": [["host", 1, 1e12]],
-    }
-    found = timed(cases([pair], grid), grid, agree=lambda stage, own: told[stage])
+    told = {"sample": [[0.0] * 3, [0.0, 0.0, 12.0]], "correct": [True, True], "seconds": [1.0]}
+    told["free"] = [["host", 1, 1e12]]
+    found = messages_of(pair, "64", lambda stage, own: told[stage])
     assert found.rows[0].samples == (3.0,)
 
 
 def test_processes_of_one_host_share_its_memory_and_those_of_several_do_not(pair):
     case = CollectiveCase(pair, "send_receive", 1 << 30)
     program = CollectiveProgram(pair, "send_receive", case.size, jnp.dtype("float32"))
-
-    def reason(hosts):
-        return why_not(case, program, [], 20.0, lambda stage, own: [[host, 2, 10e9] for host in hosts])
-
-    assert reason(["one"] * 4) == "needs 17.2 GB, and 10.0 GB are free"
-    assert reason(["one", "two", "three", "four"]) is None
+    for hosts, reason in (("aaaa", "needs 17.2 GB, and 10.0 GB are free"), ("abcd", None)):
+        free = [[host, 2, 10e9] for host in hosts]
+        assert why_not(case, program, [], 20.0, lambda stage, own, free=free: free) == reason
 
 
 @pytest.mark.parametrize("collective", sorted({*COLLECTIVES, SEND_RECEIVE} - {"ragged_all_to_all"}))  # the CPU has none
@@ -207,16 +196,7 @@ def host():
     return device_groups(spec, spec.build())[-1]
 
 
-WRONG = {"rolled": lambda sent, y: jnp.roll(y, 1), "dropped": lambda sent, y: y * 0, "not sent": lambda sent, y: sent}
-
-
-@pytest.mark.parametrize(
-    ("collective", "wrong"),
-    [
-        *((name, "rolled") for name in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")),
-        *((SEND_RECEIVE, wrong) for wrong in ("dropped", "not sent")),
-    ],
-)
+@pytest.mark.parametrize(("collective", "wrong"), [*ROLLED, (SEND_RECEIVE, "dropped"), (SEND_RECEIVE, "not sent")])
 def test_data_that_arrive_wrong_are_found(host, pair, collective, wrong, monkeypatch):
     assert host.devices.shape == (2, 2)  # two groups at once
     group = pair if collective == SEND_RECEIVE else host
@@ -237,25 +217,21 @@ def test_a_collective_that_drowns_in_noise_has_a_line_and_no_figure(host, monkey
 
 
 def test_expectations_are_the_planner_s_or_the_file_s_own(cluster_file):
-    groups = {group.uses[0]: group for group in device_groups(*pretended("dp=4", 2))}
+    spec, mesh = pretended("dp=4", 2)
+    groups = {group.uses[0]: group for group in device_groups(spec, mesh)} | {"pair": device_pairs(mesh)[1]}
     plain = load_cluster(cluster_file())
-    away = expect(plain, CollectiveCase(groups["hosts"], "all_to_all", 0), 1 << 30)
+    asked = (("hosts", "all_to_all"), ("pair", "send_receive"), ("host", "all_to_all"), ("hosts", "all_reduce"))
+    away, pair, inside, summed = (expect(plain, CollectiveCase(groups[use], name, 0), 1 << 30) for use, name in asked)
     # All goes over the device's half of a card of 100 Gb/s, at the planner's 60 %.
     assert away.expected == pytest.approx((1 << 30) / (0.6 * 6.25e9), rel=1e-3)
-    pair = expect(plain, CollectiveCase(device_pairs(pretended("dp=4", 2)[1])[1], "send_receive", 0), 1 << 30)
     assert pair.expected == pytest.approx(away.expected / 2, rel=1e-3)  # alone on the card
-    inside = expect(plain, CollectiveCase(groups["host"], "all_to_all", 0), 1 << 30)
     assert inside.expected == pytest.approx((1 << 30) / (0.6 * 450e9), rel=0.02)
     assert (inside.warning, inside.failing) == (inside.expected * 1.5, inside.expected * 3)
     # 2 bytes a value of one of two ranks, in a ring over hosts with one device each.
-    summed = expect(plain, CollectiveCase(groups["hosts"], "all_reduce", 0), 1 << 30)
     assert summed.expected == pytest.approx(all_reduce(plain, 2, 1 << 30, near=1))
     assert summed.expected > away.expected / 2
-    own = load_cluster(
-        cluster_file(
-            "[acceptance]\nwarning = 2\nfailing = 5\n[acceptance.between_hosts.all_gather]\nlatency_us = 10\ngb_per_s = 1\n"
-        )
-    )
+    table = "[acceptance.between_hosts.all_gather]\nlatency_us = 10\ngb_per_s = 1\n"
+    own = load_cluster(cluster_file(f"[acceptance]\nwarning = 2\nfailing = 5\n{table}"))
     found = expect(own, CollectiveCase(groups["experts"], "all_gather", 0), 1_000_000)
     assert (found.expected, found.warning, found.failing) == pytest.approx((1.01e-3, 2.02e-3, 5.05e-3))
     assert found.source == "two: acceptance.between_hosts.all_gather"
@@ -278,8 +254,7 @@ def test_a_wrong_acceptance_table_says_what_is_wrong(cluster_file, acceptance, m
 
 
 def test_a_cluster_of_smaller_hosts_is_refused(cluster_file):
-    message = "has 2 hosts of 2 devices, and the mesh takes 4 devices of each of 1 processes"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match="has 2 hosts of 2 devices, and the mesh takes 4 devices of each of 1 process"):
         check_cluster(load_cluster(cluster_file()), pretended("dp=4", 1)[1].devices)
 
 
@@ -288,19 +263,12 @@ def test_what_is_too_large_or_too_slow_is_left_out_with_a_line(host):
     todo = [CollectiveCase(host, name, size) for name in options.collectives for size in (1024, 1 << 20, 1 << 50)]
     found = timed(todo, options)
     assert [(row.case.collective, row.case.size, row.verdict) for row in found.rows] == [("all_gather", 1024, None)]
-    reasons = [reason for _, reason in found.skipped]
-    assert "--row-limit" in reasons[0]
-    assert "GB are free" in reasons[1]
-    assert all("GPUs and TPUs only" in reason for reason in reasons[2:])
+    reasons = ["--row-limit", "GB are free", *["GPUs and TPUs only"] * 3]
+    assert all(said in reason for said, (_, reason) in zip(reasons, found.skipped, strict=True))
 
 
-OWN = "[acceptance.inside_host.all_to_all]\nlatency_us = {us}\ngb_per_s = 1000\n"
-
-
-@pytest.mark.parametrize(
-    ("us", "code", "verdict"), [(1e9, 0, "as expected"), (1e-3, 3, "warning"), (1e-9, 4, "failing")]
-)
-def test_the_exit_code_is_the_verdict(cluster_file, tmp_path, us, code, verdict):
+@pytest.mark.parametrize(("us", "code", "said"), [(1e9, 0, "as expected"), (1e-3, 3, "warning"), (1e-9, 4, "failing")])
+def test_the_exit_code_is_the_verdict(cluster_file, tmp_path, us, code, said):
     # A collective takes between 1 ns and 1,000 s on any machine: the bounds leave no doubt.
     limits = "[acceptance]\nwarning = 1\nfailing = 1e12\n" if us == 1e-3 else ""
     where = tmp_path / "n.json"
@@ -309,10 +277,8 @@ def test_the_exit_code_is_the_verdict(cluster_file, tmp_path, us, code, verdict)
     result = CliRunner().invoke(app, ["bench", "network", *arguments])
     assert result.exit_code == code, result.output
     body = json.loads(where.read_text())
-    assert body["verdict"] == verdict
-    assert body["rows"][0]["ranks"] == 2
-    assert body["rows"][0]["correct"]
-    assert len(body["rows"][0]["samples_s"]) == 2
+    (row,) = body["rows"]
+    assert (body["verdict"], row["ranks"], row["correct"], len(row["samples_s"])) == (said, 2, True, 2)
     assert read_network(where).curves["all_to_all", False][0].ranks == 2
 
 
@@ -341,6 +307,5 @@ def test_wrong_options_say_so(options, message):
 )
 def test_an_empty_name_and_one_device_are_refused_before_anything_is_timed(options, message, monkeypatch):
     monkeypatch.setattr("dsjax.bench.network.run.run_cases", lambda *args: pytest.fail("it was timed"))
-    result = CliRunner().invoke(app, ["bench", "network", *options])
-    assert isinstance(result.exception, UserError)
-    assert message in str(result.exception)
+    with pytest.raises(UserError, match=message):
+        CliRunner().invoke(app, ["bench", "network", *options], catch_exceptions=False)

@@ -1,29 +1,42 @@
-"""Answers read at known times give figures that can be computed in the head."""
+"""Answers read at known times, wherever the network cut them, give figures that can be computed in the head."""
 
 import csv
+import itertools
 import json
 import math
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from dsjax.bench.serve.records import AnswerError, AnswerReader, RequestRecord
-from dsjax.bench.serve.report import report, write_points_csv
+from dsjax.bench.serve.records import AnswerError, AnswerReader, EventParser, EventStreamError, RequestRecord
+from dsjax.bench.serve.report import render, write_points_csv
 from dsjax.bench.serve.statistics import GoodputError, draft_figures, figures, is_good, parse_goodput
 from dsjax.top.reading import Exposition
 
 ASKED = dict.fromkeys(("max_concurrency", "request_rate", "cached_share_bound", "output_throughput_per_device"))
+STREAM = (
+    '\ufeffdata: {"text": "héllo 🙂"}\n\n'
+    ": a comment\r\n\r\nevent: x\r\nid: 1\r\ndata: two\r\ndata:  lines\r\n\r\n"
+    "data:no space\r\rdata\n\nretry: 5\n\ndata: [DONE]\n\ndata: never ended\n"
+).encode()
+EVENTS = ['{"text": "héllo 🙂"}'.encode(), b"two\n lines", b"no space", b"", b"[DONE]"]
 
 
 def event(body) -> bytes:
     return b"data: " + (body if isinstance(body, bytes) else json.dumps(body).encode()) + b"\n\n"
 
 
+def choice(finish: str | None = None, **fields) -> bytes:
+    return event({"choices": [{"index": 0, "finish_reason": finish} | fields]})
+
+
 def text(piece: str, finish: str | None = None) -> bytes:
-    return event({"choices": [{"index": 0, "text": piece, "finish_reason": finish}]})
+    return choice(finish, text=piece)
 
 
 def delta(finish: str | None = None, **fields) -> bytes:
-    return event({"choices": [{"index": 0, "delta": fields, "finish_reason": finish}]})
+    return choice(finish, delta=fields)
 
 
 def usage(prompt: int, completion: int, **more) -> bytes:
@@ -38,7 +51,7 @@ def found_in(records, seconds, percentiles=(50,), objectives=None):
 
 
 def shown(found) -> str:
-    return report(ASKED | found | draft_figures(None, None), ["ttft"], [99])
+    return render(ASKED | found | draft_figures(None, None), ["ttft"], [99])
 
 
 def read(start: float, *pieces: tuple[float, bytes], count_tokens=None) -> RequestRecord:
@@ -51,33 +64,22 @@ def read(start: float, *pieces: tuple[float, bytes], count_tokens=None) -> Reque
 
 
 def test_the_definitions_on_one_answer_and_on_chunks_of_several_tokens():
-    record = read(
-        10.0, (10.5, text("a")), (10.75, text("b")), (11.5, text("c", "length")), (12.0, usage(8, 3)), (12.0, DONE)
-    )
-    assert record.ttft == 0.5
-    assert record.itls == [0.25, 0.75]
-    assert record.latency == 1.5, "the answer ends with its last choice, not with the usage after it"
-    assert record.tpot == 0.5
+    end = (12.0, usage(8, 3)), (12.0, DONE)
+    record = read(10.0, (10.5, text("a")), (10.75, text("b")), (11.5, text("c", "length")), *end)
+    # The answer ends with its last choice, not with the usage after it.
+    assert (record.ttft, record.itls, record.latency, record.tpot) == (0.5, [0.25, 0.75], 1.5, 0.5)
     assert (record.prompt_tokens, record.output_tokens, record.token_source) == (8, 3, "usage")
     assert (record.text, record.finish_reason) == ("abc", "length")
     record = read(0.0, (1.0, text("abcd")), (2.0, text("efgh", "stop")), (2.0, usage(1, 8)), (2.0, DONE))
-    assert record.itls == [1.0]
-    assert record.tpot == pytest.approx(1 / 7)
+    assert (record.itls, record.tpot) == ([1.0], pytest.approx(1 / 7))
     found = found_in([record], 2.0)
-    assert found["tokens_per_chunk"] == 4
-    assert found["max_output_tokens_per_s"] == 4
+    assert (found["tokens_per_chunk"], found["max_output_tokens_per_s"]) == (4, 4)
 
 
 def test_chunks_without_a_token_carry_none_and_tokens_without_text_reasoning_and_tool_calls_count():
-    record = read(
-        0.0,
-        (1.0, delta(role="assistant", content="")),
-        (2.0, delta(reasoning_content="hm", reasoning="hm")),
-        (3.0, delta(content="a")),
-        (4.0, delta(tool_calls=[{"index": 0}])),
-        (5.0, delta("stop")),
-        (5.0, DONE),
-    )
+    first, end = delta(role="assistant", content=""), ((5.0, delta("stop")), (5.0, DONE))
+    tokens = delta(reasoning_content="hm", reasoning="hm"), delta(content="a"), delta(tool_calls=[{"index": 0}])
+    record = read(0.0, (1.0, first), *zip((2.0, 3.0, 4.0), tokens, strict=True), *end)
     assert record.chunk_times == [2.0, 3.0, 4.0]
     assert (record.text, record.latency) == ("hma", 5.0)
     assert read(0.0, (1.0, text("")), (2.0, text("é", "stop")), (2.0, DONE)).chunk_times == [1.0, 2.0]
@@ -131,8 +133,7 @@ def test_throughputs_count_whole_answers_only():
 
 
 @pytest.mark.parametrize(
-    ("meant", "counted", "differ"),
-    [(20, 80, False), (1000, 1100, False), (7140, 35921, True), (35921, 7140, True)],
+    ("meant", "counted", "differ"), [(20, 80, False), (1000, 1100, False), (7140, 35921, True), (35921, 7140, True)]
 )
 def test_prompts_of_other_lengths_than_were_meant_are_named(meant, counted, differ):
     records = [answer(0.0, 1.0, prompt=meant) for _ in range(3)]
@@ -147,9 +148,8 @@ def test_distributions_are_milliseconds_with_linear_percentiles():
     records = [answer(0.0, 0.1 * n, 0.1 * n + 0.5) for n in range(1, 12)]
     found = found_in(records, 1.0, [0, 25, 50, 90, 100])
     ttft = {name.removesuffix("_ttft_ms"): value for name, value in found.items() if name.endswith("_ttft_ms")}
-    assert ttft == pytest.approx(
-        {"mean": 600, "median": 600, "std": 100 * 10**0.5, "p0": 100, "p25": 350, "p50": 600, "p90": 1000, "p100": 1100}
-    )
+    percentiles = {"p0": 100, "p25": 350, "p50": 600, "p90": 1000, "p100": 1100}
+    assert ttft == pytest.approx({"mean": 600, "median": 600, "std": 100 * 10**0.5} | percentiles)
 
 
 def test_the_best_second_and_the_peak_of_concurrency():
@@ -174,13 +174,37 @@ def test_goodput_counts_requests_that_meet_every_objective():
 
 
 def test_points_with_drafts_and_answers_and_without_are_lines_of_one_table(tmp_path):
-    limits, path = {"ttft": 1e6}, tmp_path / "points.csv"
-    drafted = [f"vllm:spec_decode_num_{name}_total {n}" for name, n in (("drafts", 2), ("draft_tokens", 4))]
-    drafts = draft_figures(Exposition(""), Exposition("\n".join(drafted) + "\n"))
-    answered = found_in([answer(0.0, 0.1)], 1.0, [99], limits) | drafts
-    silent = found_in([RequestRecord(0, 0, 1, error="no")], 1.0, [99], limits) | draft_figures(None, None)
-    write_points_csv(path, [answered, silent])
+    def point(record, *metrics):
+        return found_in([record], 1.0, [99], {"ttft": 1e6}) | draft_figures(*metrics)
+
+    drafted = Exposition("vllm:spec_decode_num_drafts_total 2\nvllm:spec_decode_num_draft_tokens_total 4\n")
+    answered, silent = (answer(0.0, 0.1), Exposition(""), drafted), (RequestRecord(0, 0, 1, error="no"), None, None)
+    path = tmp_path / "points.csv"
+    write_points_csv(path, [point(*answered), point(*silent)])
     rows = list(csv.DictReader(path.open()))
     assert [row["completed"] for row in rows] == ["1", "0"]
     assert [row["spec_decode_num_drafts"] for row in rows] == ["2", ""]
     assert not {"objective_shares", "spec_decode_per_position_acceptance_rates"} & set(rows[0])
+
+
+def parse(pieces) -> list[bytes]:
+    parser = EventParser()
+    return [event for piece in pieces for event in parser.feed(piece)]
+
+
+@given(st.lists(st.integers(0, len(STREAM)), max_size=20))
+@example(range(len(STREAM)))
+def test_any_cuts(cuts):
+    assert all(parse([STREAM[:at], STREAM[at:]]) == EVENTS for at in cuts)
+    edges = [0, *sorted(cuts), len(STREAM)]
+    assert parse(STREAM[a:b] for a, b in itertools.pairwise(edges)) == EVENTS
+
+
+def test_an_event_is_given_as_soon_as_its_blank_line_is_there_and_an_endless_one_is_an_error():
+    parser = EventParser()
+    assert parser.feed(b"data: a\n") == []
+    assert parser.feed(b"\ndata: b") == [b"a"]
+    assert parser.feed(b"\n\n") == [b"b"]
+    parser = EventParser()
+    with pytest.raises(EventStreamError, match="16 MiB"):
+        list(map(parser.feed, [b"x" * 2**20] * 40))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dsjax.bench.accept.watch import ServerWatch
+from dsjax.bench.accept.watch import MemorySample, ServerWatch
 from dsjax.bench.soak import Outcome, SoakOptions, judge
 from dsjax.top.reading import Exposition
 
@@ -16,10 +16,9 @@ GOOD = {
 
 
 def verdict(**changed) -> list[str]:
-    case = {**GOOD, **changed}
-    watch = ServerWatch(
-        None, "", (), 2.0, counters=[Exposition(case["after"])], memory=[(0, 0, used) for used in case["memory"]]
-    )
+    case = GOOD | changed
+    memory = [MemorySample(0, 0, used) for used in case["memory"]]
+    watch = ServerWatch(None, "", (), 2.0, counters=[Exposition(case["after"])], memory=memory)
     options = SoakOptions(api_key="secret", admin_api_key="secret", itl_p99=500.0)
     found = judge(options, case["outcome"], watch, case["loads"])
     assert "secret" not in str(found)

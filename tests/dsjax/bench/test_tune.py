@@ -1,5 +1,6 @@
 """`dsjax tune`: which products it times, what it keeps, and how an interrupted run goes on."""
 
+import functools
 import json
 
 import jax.numpy as jnp
@@ -21,7 +22,9 @@ from dsjax.model.parameter_table import parameter_table
 from sharding import MeshSpec, Rules
 
 ONE, TWO = Product("dense", 256, 512, "bfloat16", 32), Product("experts_down_fp8", 128, 256, "float8_e4m3fn", 4.0)
+ATTENTION = Product("latent_attention", 576, 128, "bfloat16", 32)
 SIZES = (("columns", 64), ("depth", 64), ("rows", 32), ("splits", 1), ("stages", 2), ("warps", 4))
+TUNED = TileTable("a GPU", (Tuned(ONE, SIZES, 1.0, 2.0),))
 
 
 def test_the_products_of_v3_on_dp_32_are_found_once_each():
@@ -29,18 +32,24 @@ def test_the_products_of_v3_on_dp_32_are_found_once_each():
     infos = parameter_table(config, weights="fp8", platform="gpu", mtp=False).infos
     found = tuning.find_products(config, infos, spec, Rules.for_mesh(spec), [32], n_physical=256, quantises=True)
     shapes = {(p.kernel, p.depth, p.columns): p.rows for p in found}
-    assert shapes == {
-        ("dense_fp8", 7168, 1536): 32, ("dense_fp8", 1536, 24576): 32, ("dense_fp8", 7168, 576): 32,
-        ("dense_fp8", 16384, 7168): 32, ("dense_fp8", 7168, 2 * 18432): 32, ("dense_fp8", 18432, 7168): 32,
-        ("dense_fp8", 7168, 2 * 2048): 32, ("dense_fp8", 2048, 7168): 32,
-        ("experts_gate_up_fp8", 7168, 2048): 32, ("experts_down_fp8", 2048, 7168): 32,
-    }  # fmt: skip
-    half = tuning.find_products(
-        config, infos, MeshSpec.parse("dp=1,tp=2"), Rules.for_mesh(MeshSpec.parse("dp=1,tp=2")), [32],
-        n_physical=256, quantises=False,
-    )  # fmt: skip
+    dense = ((7168, 1536), (1536, 24576), (7168, 576), (16384, 7168), (7168, 2 * 18432), (18432, 7168))
+    expected = [("dense_fp8", *sizes) for sizes in (*dense, (7168, 2 * 2048), (2048, 7168))]
+    expected += [("experts_gate_up_fp8", 7168, 2048), ("experts_down_fp8", 2048, 7168)]
+    assert shapes == dict.fromkeys(expected, 32)
+    spec = MeshSpec.parse("dp=1,tp=2")
+    half = tuning.find_products(config, infos, spec, Rules.for_mesh(spec), [32], n_physical=256, quantises=False)
     assert ("dense", 8192, 7168) in {(p.kernel, p.depth, p.columns) for p in half}, "W^O of half the heads"
     assert {p.rows for p in half if p.kernel.startswith("experts")} == {1.0}
+
+
+def test_the_products_of_v4_are_those_of_its_attention_and_its_shared_expert_where_experts_are_in_fp4():
+    config, spec = load_config("deepseek-v4-flash"), MeshSpec.parse("dp=8")
+    infos = parameter_table(config, weights="mxfp4", platform="gpu", mtp=False).infos
+    found = tuning.find_products(config, infos, spec, Rules.for_mesh(spec), [32], n_physical=256, quantises=False)
+    assert {(p.kernel, p.depth, p.columns) for p in found} == {
+        ("dense", 4096, 1024), ("dense", 1024, 64 * 512), ("dense", 4096, 512), ("dense", 1024, 64 * 128),
+        ("dense", 8 * 1024, 4096), ("dense", 4096, 2 * 2048), ("dense", 2048, 4096),
+    }  # fmt: skip
 
 
 def test_the_fastest_is_kept_and_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
@@ -50,9 +59,8 @@ def test_the_fastest_is_kept_and_an_interrupted_run_goes_on_where_it_stopped(tmp
         timed.append(product)
         if tiles.warps == 8 and tiles.stages == 4:
             return None  # does not fit
-        return (
-            1.0 if tiles == tuning.default_tiles(product) else 1.5 - 0.001 * tiles.columns - 0.5 * (tiles.stages == 2)
-        )
+        own = 1.5 - 0.001 * tiles.columns - 0.5 * (tiles.stages == 2)
+        return 1.0 if tiles == tuning.default_tiles(product) else own
 
     def until_the_second():
         yield ONE
@@ -60,10 +68,9 @@ def test_the_fastest_is_kept_and_an_interrupted_run_goes_on_where_it_stopped(tmp
 
     with pytest.raises(KeyboardInterrupt):
         tuning.tune(TileTable("a GPU"), until_the_second(), path, timer)
-    table = TileTable.read(path)
-    assert [entry.product for entry in table.entries] == [ONE]
-    assert dict(table.entries[0].tiles)["stages"] == 2
-    assert table.entries[0].seconds < 0.99 * table.entries[0].default_seconds
+    (entry,) = (table := TileTable.read(path)).entries
+    assert (entry.product, dict(entry.tiles)["stages"]) == (ONE, 2)
+    assert entry.seconds < 0.99 * entry.default_seconds
     timed.clear()
     tuning.tune(table, [ONE, TWO], path, timer)
     assert set(timed) == {TWO}
@@ -71,20 +78,19 @@ def test_the_fastest_is_kept_and_an_interrupted_run_goes_on_where_it_stopped(tmp
 
 
 def test_sizes_serve_products_of_like_rows_and_others_keep_the_default():
-    table = TileTable("a GPU", (Tuned(ONE, SIZES, 1.0, 2.0),))
     default = ProductTiles.dense(40, 256, 512, cores=132)
-    tuned = default.tuned(table, Product("dense", 256, 512, "bfloat16", 40))
+    tuned = default.tuned(TUNED, Product("dense", 256, 512, "bfloat16", 40))
     assert (tuned.rows, tuned.columns, tuned.warps, tuned.spread) == (32, 64, 4, 2)
     for other in (Product("dense", 256, 512, "bfloat16", 65), Product("dense", 256, 512, "float32", 40)):
-        assert default.tuned(table, other) == default
+        assert default.tuned(TUNED, other) == default
 
 
 def test_a_product_with_tuned_sizes_gives_the_same_numbers():
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((32, 256), (2, 256, 512)))
-    run = lambda tiles: products.dense(weight, None, weight.dtype, jnp.int32(1), x, interpret=True, tiles=tiles)  # noqa: E731
-    found = run(TileTable("a GPU", (Tuned(ONE, SIZES, 1.0, 2.0),)))
-    np.testing.assert_allclose(found.astype(jnp.float32), run(None).astype(jnp.float32), rtol=0.02, atol=0.1)
+    run = functools.partial(products.dense, weight, None, weight.dtype, jnp.int32(1), x, interpret=True)
+    tuned, default = (run(tiles=tiles).astype(jnp.float32) for tiles in (TUNED, None))
+    np.testing.assert_allclose(tuned, default, rtol=0.02, atol=0.1)
 
 
 def setting(name="demo", heads=8, cache_dtype=np.float32, context=24):
@@ -124,13 +130,9 @@ def test_attention_with_tuned_sizes_gives_the_same_numbers_and_other_shapes_keep
     assert default.tuned(table, product) == AttentionTiles(16, 16, 4, 1) != default
     assert default.tuned(table, other) == default
     (q_latent, q_rope, cache, tables), start, length = tuning._cache(product, np.dtype(np.float32), own)
-
-    def run(tiles):
-        return attention.latent_attention(
-            q_latent, q_rope, cache, own.cache_dtype, jnp.int32(1), start, length, tables, scale=0.1, interpret=True, tiles=tiles
-        )  # fmt: skip
-
-    np.testing.assert_allclose(run(table), run(None), rtol=1e-4, atol=1e-5)
+    given = (q_latent, q_rope, cache, own.cache_dtype, jnp.int32(1), start, length, tables)
+    run = functools.partial(attention.latent_attention, *given, scale=0.1, interpret=True)
+    np.testing.assert_allclose(run(tiles=table), run(tiles=None), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -141,10 +143,7 @@ def test_attention_with_tuned_sizes_gives_the_same_numbers_and_other_shapes_keep
         ('{"format": 1, "device": "x", "products": [{}]}', "product 0 lacks"),
         ((ONE, "rows", 48), "rows 48; expected one of 16, 32, 64, 128"),
         ((ONE, "positions", 64), "positions 64; expected only rows, warps, stages, columns, depth, splits"),
-        (
-            (Product("latent_attention", 576, 128, "bfloat16", 32), "depth", 64),
-            "expected only rows, warps, stages, positions",
-        ),
+        ((ATTENTION, "depth", 64), "expected only rows, warps, stages, positions"),
     ],
 )
 def test_a_wrong_file_is_told_what_is_wrong(tmp_path, body, expected):
@@ -159,11 +158,10 @@ def test_a_wrong_file_is_told_what_is_wrong(tmp_path, body, expected):
 
 def test_a_file_is_for_pallas_kernels_alone_and_without_a_gpu_there_is_nothing_to_tune(tmp_path):
     path = tmp_path / "tiles.json"
-    TileTable("a GPU", (Tuned(ONE, SIZES, 1.0, 2.0),)).write(path)
+    TUNED.write(path)
     choose = lambda *args: choose_kernels(*args, devices=1, cache=None, tiles=path)  # noqa: E731
     assert choose("auto", "gpu", jnp.dtype("bfloat16")).pallas.tiles.find(ONE) == dict(SIZES)
     with pytest.raises(UserError, match="--kernels auto does not use on cpu devices"):
         choose("auto", "cpu", np.dtype(np.float32))
-    found = CliRunner().invoke(app, ["tune", "--output", str(tmp_path / "tiles.json")])
-    assert isinstance(found.exception, UserError)
-    assert "there is nothing to tune" in str(found.exception)
+    with pytest.raises(UserError, match="there is nothing to tune"):
+        CliRunner().invoke(app, ["tune", "--output", str(path)], catch_exceptions=False)

@@ -5,27 +5,24 @@ import json
 
 import numpy as np
 import pytest
+from odd_checkpoints import CONFIG, make_checkpoint, place
 
 from dsjax.checkpoint.errors import CheckpointError
-from dsjax.checkpoint.load import load
 from dsjax.checkpoint.shards import INDEX_NAME
 from dsjax.checkpoint.source import open_checkpoint
-from sharding import MeshSpec, Rules
 
 EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
-SPEC = MeshSpec.parse("dp=2")
 
 
 def load_all(directory, **options):
-    checkpoint = open_checkpoint(directory)
-    return load(checkpoint.config, checkpoint, SPEC.build(), Rules.for_mesh(SPEC), **options)
+    return place(directory, "dp=2", **options)
 
 
 @pytest.fixture
-def folder(tmp_path, tiny_config, checkpoints, make_checkpoint):
+def folder(tmp_path, checkpoints):
     """``save(weights, config, changes)``: the tiny checkpoint with tensors replaced (None: left out) as shards; its folder."""
 
-    def save(weights="bf16", config=tiny_config, changes=()):
+    def save(weights="bf16", config=CONFIG, changes=()):
         tensors = checkpoints(weights)[1] | dict(changes)
         tensors = {name: value for name, value in tensors.items() if value is not None}
         return make_checkpoint(tmp_path, config, tensors, 1 << 20)
@@ -33,39 +30,23 @@ def folder(tmp_path, tiny_config, checkpoints, make_checkpoint):
     return save
 
 
-@pytest.mark.parametrize(
-    ("weights", "name", "value", "message"),
-    [
-        pytest.param("bf16", EXPERT, None, "missing, expected shape [136, 152]", id="missing"),
-        pytest.param(
-            "f32", EXPERT, np.zeros((152, 136), np.float32), "[152, 136], expected [136, 152]", id="misshapen"
-        ),
-        pytest.param("bf16", EXPERT, np.zeros((136, 152), np.int8), "dtype int8, expected one of", id="wrong dtype"),
-        pytest.param("bf16", EXPERT, np.full((136, 152), np.nan, np.float32), "not finite", id="NaN"),
-        pytest.param("fp8", f"{EXPERT}_scale_inv", None, "missing, and", id="scale missing"),
-        pytest.param(
-            "fp8", f"{EXPERT}_scale_inv", np.ones((2, 3), np.float32), "expected [2, 2]", id="scale misshapen"
-        ),
-        pytest.param("fp8", f"{EXPERT}_scale_inv", np.ones((2, 2), np.float16), "expected float32", id="scale dtype"),
-        pytest.param(
-            "fp8", f"{EXPERT}_scale_inv", np.full((2, 2), np.inf, np.float32), "not finite", id="scale infinite"
-        ),
-        pytest.param(
-            "fp8",
-            f"{EXPERT}_scale_inv",
-            np.float32([[1, 1], [1, 0]]),
-            "a block scale of zero, and the weights of the block are not zero",
-            id="scale zero",
-        ),
-        pytest.param(
-            "bf16",
-            "model.layers.3.embed_tokens.weight",
-            np.zeros((9, 9), np.float32),
-            "expected model.embed",
-            id="copy",
-        ),
-    ],
-)
+SCALE = f"{EXPERT}_scale_inv"
+ZERO_SCALE = "a block scale of zero, and the weights of the block are not zero"
+DAMAGES = {
+    "missing": ("bf16", EXPERT, None, "missing, expected shape [136, 152]"),
+    "misshapen": ("f32", EXPERT, np.zeros((152, 136), np.float32), "[152, 136], expected [136, 152]"),
+    "wrong dtype": ("bf16", EXPERT, np.zeros((136, 152), np.int8), "dtype int8, expected one of"),
+    "NaN": ("bf16", EXPERT, np.full((136, 152), np.nan, np.float32), "not finite"),
+    "scale missing": ("fp8", SCALE, None, "missing, and"),
+    "scale misshapen": ("fp8", SCALE, np.ones((2, 3), np.float32), "expected [2, 2]"),
+    "scale dtype": ("fp8", SCALE, np.ones((2, 2), np.float16), "expected float32"),
+    "scale infinite": ("fp8", SCALE, np.full((2, 2), np.inf, np.float32), "not finite"),
+    "scale zero": ("fp8", SCALE, np.float32([[1, 1], [1, 0]]), ZERO_SCALE),
+    "copy": ("bf16", "model.layers.3.embed_tokens.weight", np.zeros((9, 9), np.float32), "expected model.embed"),
+}
+
+
+@pytest.mark.parametrize(("weights", "name", "value", "message"), DAMAGES.values(), ids=DAMAGES)
 def test_damaged_tensors(folder, weights, name, value, message):
     with pytest.raises(CheckpointError) as caught:
         load_all(folder(weights, changes={name: value}))
@@ -74,27 +55,26 @@ def test_damaged_tensors(folder, weights, name, value, message):
     assert message in caught.value.problems[0]
 
 
-def test_a_configuration_of_fewer_experts_or_layers_is_told_apart_from_extras(folder, tiny_config):
-    fewer = dataclasses.replace(tiny_config, n_routed_experts=4)
+def test_a_configuration_of_fewer_experts_or_layers_is_told_apart_from_extras(folder):
+    fewer = dataclasses.replace(CONFIG, n_routed_experts=4)
     with pytest.raises(CheckpointError, match="n_routed_experts=4, but there are tensors of expert 7"):
         load_all(folder(config=fewer))
-    fewer = dataclasses.replace(tiny_config, num_hidden_layers=2, num_nextn_predict_layers=0)
+    fewer = dataclasses.replace(CONFIG, num_hidden_layers=2, num_nextn_predict_layers=0)
     with pytest.raises(CheckpointError, match="num_hidden_layers=2, but there are tensors of layer 2"):
         load_all(folder(config=fewer))
 
 
 @pytest.mark.parametrize("mtp", [False, True])
-def test_with_mtp_announced_a_layer_too_few_is_told_whether_the_module_is_loaded_or_not(folder, tiny_config, mtp):
-    directory = folder(config=dataclasses.replace(tiny_config, num_hidden_layers=tiny_config.num_hidden_layers - 1))
+def test_with_mtp_announced_a_layer_too_few_is_told_whether_the_module_is_loaded_or_not(folder, mtp):
     with pytest.raises(CheckpointError) as caught:
-        load_all(directory, mtp=mtp)
+        load_all(folder(config=dataclasses.replace(CONFIG, num_hidden_layers=2)), mtp=mtp)
     message = "\n".join(caught.value.problems)
     assert "num_hidden_layers=2, but there are tensors of layer 2, which is no multi-token prediction module" in message
     assert "num_nextn_predict_layers=1, but layer 3 is a multi-token prediction module too" in message
 
 
 @pytest.mark.parametrize("mtp", [False, True])
-def test_a_module_beyond_those_announced_is_an_error(folder, tiny_config, checkpoints, mtp):
+def test_a_module_beyond_those_announced_is_an_error(folder, checkpoints, mtp):
     module = {name: value for name, value in checkpoints("bf16")[1].items() if name.startswith("model.layers.3.")}
     second = {name.replace("layers.3.", "layers.4."): value for name, value in module.items()}
     with pytest.raises(CheckpointError, match="=1, but layer 4 is a multi-token prediction module too") as caught:
@@ -105,7 +85,7 @@ def test_a_module_beyond_those_announced_is_an_error(folder, tiny_config, checkp
 def test_fp8_weights_of_zero_may_have_a_scale_of_zero(folder, checkpoints):
     weight = checkpoints("fp8")[1][EXPERT].copy()
     weight[128:, 128:] = -0.0
-    load_all(folder("fp8", changes={EXPERT: weight, f"{EXPERT}_scale_inv": np.float32([[1, 1], [1, 0]])}))
+    load_all(folder("fp8", changes={EXPERT: weight, SCALE: np.float32([[1, 1], [1, 0]])}))
 
 
 def test_files_that_git_lfs_has_not_fetched_are_named_together(folder):
@@ -121,14 +101,11 @@ def test_files_that_git_lfs_has_not_fetched_are_named_together(folder):
     ]
 
 
-def test_an_mtp_module_is_no_layer_of_a_configuration_of_more_and_no_extra_where_it_is_left_out(
-    folder, tiny_config, recwarn
-):
-    layers = tiny_config.num_hidden_layers
-    more = dataclasses.replace(tiny_config, num_hidden_layers=layers + 1, num_nextn_predict_layers=0)
-    with pytest.raises(CheckpointError, match=rf"layer {layers} is a multi-token prediction module .* has {layers}"):
+def test_an_mtp_module_is_no_layer_of_a_configuration_of_more_and_no_extra_where_it_is_left_out(folder, recwarn):
+    more = dataclasses.replace(CONFIG, num_hidden_layers=4, num_nextn_predict_layers=0)
+    with pytest.raises(CheckpointError, match=r"layer 3 is a multi-token prediction module .* has 3"):
         load_all(folder(config=more))
-    load_all(folder(config=dataclasses.replace(tiny_config, num_nextn_predict_layers=0)))
+    load_all(folder(config=dataclasses.replace(CONFIG, num_nextn_predict_layers=0)))
     assert [str(warning.message) for warning in recwarn if "checkpoint" in str(warning.message)] == []
 
 
@@ -151,9 +128,9 @@ def test_everything_that_is_wrong_is_one_error(folder):
     assert sorted(problem.split(":")[0] for problem in caught.value.problems) == sorted([lost, *changes])
 
 
-def test_a_long_list_is_cut_short_in_the_message_but_kept_whole(folder, tiny_config):
+def test_a_long_list_is_cut_short_in_the_message_but_kept_whole(folder):
     with pytest.raises(CheckpointError) as caught:
-        load_all(folder(config=dataclasses.replace(tiny_config, num_hidden_layers=9, num_nextn_predict_layers=0)))
+        load_all(folder(config=dataclasses.replace(CONFIG, num_hidden_layers=9, num_nextn_predict_layers=0)))
     assert len(caught.value.problems) > 100
     assert "more" in str(caught.value)
     assert len(str(caught.value).splitlines()) < 50

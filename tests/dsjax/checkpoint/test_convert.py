@@ -1,31 +1,33 @@
 """Converting: byte-exact there and back, never half a directory, and only what a device needs is read."""
 
 import dataclasses
+import functools
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import warnings
 from pathlib import Path
+from unittest import mock
 from unittest.mock import Mock
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
-import typer
+from odd_checkpoints import CONFIG, assert_same, make_checkpoint, make_tensors, place
 from typer.testing import CliRunner
 
 from dsjax.checkpoint import convert as convert_module
 from dsjax.checkpoint.convert import convert_checkpoint, save
 from dsjax.checkpoint.errors import CheckpointError, CheckpointWarning
-from dsjax.checkpoint.load import from_hf_tensors, load, to_hf_tensors
+from dsjax.checkpoint.load import from_hf_tensors, to_hf_tensors
 from dsjax.checkpoint.orbax_form import MANIFEST_NAME
 from dsjax.checkpoint.publish import check_destination, publish
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.cli.convert import convert, parse_bytes
+from dsjax.cli.main import app
 from dsjax.config import load_config
 from dsjax.errors import UserError
 from dsjax.model.parameter_table import abstract_parameters
@@ -33,11 +35,6 @@ from sharding import MeshSpec, Rules
 from sharding.placement import Placement
 
 pytestmark = pytest.mark.slow  # all together
-
-
-def place(directory, mesh_text, **options):
-    spec, checkpoint = MeshSpec.parse(mesh_text), open_checkpoint(directory)
-    return load(checkpoint.config, checkpoint, spec.build(), Rules.for_mesh(spec), **options)
 
 
 def assert_same_tensors(directory, tensors):
@@ -55,15 +52,8 @@ def edit_manifest(directory, **fields):
 
 @pytest.fixture(scope="module")
 def orbax(checkpoints, tmp_path_factory):
-    made = {}
-
-    def of(weights):
-        if weights not in made:
-            destination = tmp_path_factory.mktemp("orbax") / weights
-            made[weights] = convert_checkpoint(checkpoints(weights)[0], destination, to="orbax")
-        return made[weights]
-
-    return of
+    folder = tmp_path_factory.mktemp("orbax")
+    return functools.cache(lambda weights: convert_checkpoint(checkpoints(weights)[0], folder / weights, to="orbax"))
 
 
 @pytest.mark.parametrize("weights", ["bf16", "fp8", "f32"])
@@ -89,12 +79,10 @@ def test_the_encoder_of_the_model_s_prompts_comes_along(checkpoints, tmp_path, f
 @pytest.mark.parametrize(
     ("weights", "changed", "dtype"), [("bf16", "e_score_correction_bias", ml_dtypes.bfloat16), ("f32", "", np.float16)]
 )
-def test_narrower_dtypes_come_back_as_they_were(
-    tiny_config, checkpoints, tmp_path, make_checkpoint, weights, changed, dtype
-):
+def test_narrower_dtypes_come_back_as_they_were(checkpoints, tmp_path, weights, changed, dtype):
     tensors = checkpoints(weights)[1]
     tensors = {name: value.astype(dtype) if name.endswith(changed) else value for name, value in tensors.items()}
-    source = make_checkpoint(tmp_path / "source", tiny_config, tensors)
+    source = make_checkpoint(tmp_path / "source", CONFIG, tensors)
     assert_same_tensors(convert_checkpoint(source, tmp_path / "again", to="hf"), tensors)
     convert_checkpoint(source, tmp_path / "orbax", to="orbax")
     assert_same_tensors(convert_checkpoint(tmp_path / "orbax", tmp_path / "back", to="hf"), tensors)
@@ -103,11 +91,9 @@ def test_narrower_dtypes_come_back_as_they_were(
 @pytest.mark.parametrize("form", ["orbax", "hf"])
 @pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_mtp_layers"])
 @pytest.mark.filterwarnings("ignore:checkpoint")
-def test_what_is_converted_says_which_mtp_modules_and_head_it_has(
-    tiny_config, make_tensors, tmp_path, make_checkpoint, form, key
-):
+def test_what_is_converted_says_which_mtp_modules_and_head_it_has(tmp_path, form, key):
     """The module that `config.json` announces is not there, and the head that it ties differs."""
-    without = dataclasses.replace(tiny_config, num_nextn_predict_layers=0)
+    without = dataclasses.replace(CONFIG, num_nextn_predict_layers=0)
     tensors = make_tensors(without)
     source = make_checkpoint(tmp_path / "source", without, tensors)
     fields = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": True}
@@ -118,31 +104,27 @@ def test_what_is_converted_says_which_mtp_modules_and_head_it_has(
     assert_same_tensors(convert_checkpoint(made, tmp_path / "back", to="hf"), tensors)
 
 
-def test_of_a_model_with_a_vision_part_the_text_part_is_read_and_converted(
-    tiny_config, checkpoints, tmp_path, make_checkpoint
-):
+def test_of_a_model_with_a_vision_part_the_text_part_is_read_and_converted(checkpoints, tmp_path):
     tensors = checkpoints("bf16")[1]
     whole = {f"language_model.{name}": value for name, value in tensors.items()}
     whole |= {"vision_tower.patch_embed.proj.bias": np.ones(3, np.float32), "mm_projector.proj.0.weight": np.eye(2)}
-    source = make_checkpoint(tmp_path / "source", tiny_config, whole)
-    nested = {"model_type": "kimi_k25", "text_config": tiny_config.to_dict(), "vision_config": {}}
+    source = make_checkpoint(tmp_path / "source", CONFIG, whole)
+    nested = {"model_type": "kimi_k25", "text_config": CONFIG.to_dict(), "vision_config": {}}
     (source / "config.json").write_text(json.dumps(nested))
     with pytest.warns(CheckpointWarning, match=r"2 tensors of the vision part \(mm_projector, vision_tower\).*images"):
         text = convert_checkpoint(source, tmp_path / "text", to="hf")
-    assert json.loads((text / "config.json").read_text()) == tiny_config.to_dict()
+    assert json.loads((text / "config.json").read_text()) == CONFIG.to_dict()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_same_tensors(text, tensors)
 
 
-def test_layers_of_different_dtypes_come_back_with_the_same_values(tiny_config, checkpoints, tmp_path, make_checkpoint):
-    mixed = dict(checkpoints("bf16")[1])
-    first = "model.layers.1.mlp.gate.e_score_correction_bias"
-    mixed[first] = mixed[first].astype(ml_dtypes.bfloat16)
-    source = make_checkpoint(tmp_path / "mixed", tiny_config, mixed)
+def test_layers_of_different_dtypes_come_back_with_the_same_values(checkpoints, tmp_path):
+    tensors, first = checkpoints("bf16")[1], "model.layers.1.mlp.gate.e_score_correction_bias"
+    mixed = tensors | {first: tensors[first].astype(ml_dtypes.bfloat16)}
+    source = make_checkpoint(tmp_path / "mixed", CONFIG, mixed)
     written = open_checkpoint(convert_checkpoint(source, tmp_path / "mixed again", to="hf")).tensors
-    for name, value in mixed.items():
-        np.testing.assert_array_equal(written[name].astype(np.float32), value.astype(np.float32), err_msg=name)
+    assert_same({name: written[name].astype(np.float32) for name in mixed}, mixed)
 
 
 @pytest.mark.parametrize(
@@ -156,25 +138,23 @@ def test_layers_of_different_dtypes_come_back_with_the_same_values(tiny_config, 
 )
 def test_the_orbax_form_loads_on_any_mesh_like_the_original(checkpoints, orbax, mesh, stored, options):
     original, restored = (place(source, mesh, **options) for source in (checkpoints(stored)[0], orbax(stored)))
-    assert original.keys() == restored.keys()
-    for path, array in original.items():
-        assert restored[path].sharding == array.sharding
-        np.testing.assert_array_equal(np.asarray(restored[path]), np.asarray(array), err_msg=path)
+    assert_same(restored, original)
+    assert all(restored[path].sharding == array.sharding for path, array in original.items())
 
 
-def test_orbax_alone_restores_our_form_into_another_sharding(tiny_config, checkpoints, orbax):
+def test_orbax_alone_restores_our_form_into_another_sharding(checkpoints, orbax):
     import orbax.checkpoint as ocp
 
     spec = MeshSpec.parse("dp=2,tp=4")
     mesh, rules = spec.build(), Rules.for_mesh(spec)
-    infos = abstract_parameters(tiny_config, weights="bf16", platform="any")
+    infos = abstract_parameters(CONFIG, weights="bf16", platform="any")
     target = {
         path: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=rules.sharding(mesh, info.logical_axes, info.shape))
         for path, info in infos.items()
     }
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(orbax("bf16") / "params", target)
-    for path, expected in from_hf_tensors(tiny_config, checkpoints("bf16")[1], weights="bf16").items():
+    for path, expected in from_hf_tensors(CONFIG, checkpoints("bf16")[1], weights="bf16").items():
         assert restored[path].sharding == target[path].sharding
         bits = np.asarray(restored[path]).view(expected.dtype)
         np.testing.assert_array_equal(bits, expected, err_msg=path)
@@ -206,46 +186,41 @@ def test_a_device_reads_its_share_of_the_experts_and_not_the_others(orbax):
 
 
 @pytest.mark.parametrize(("source", "target"), [("bf16", "fp8"), ("f32", "fp8"), ("fp8", "bf16"), ("bf16", "f32")])
-def test_hugging_face_to_itself_in_other_weights(tiny_config, checkpoints, tmp_path, source, target):
+def test_hugging_face_to_itself_in_other_weights(checkpoints, tmp_path, source, target):
     """What is written loads without a further change, and is what loading the source in these weights gives."""
     directory, tensors = checkpoints(source)
     written = open_checkpoint(convert_checkpoint(directory, tmp_path / "new", to="hf", weights=target))
     assert written.stored_weights == target
     assert (written.config.quantization is not None) == (target == "fp8")
     assert written.config.torch_dtype == ("float32" if target == "f32" else "bfloat16")
-    expected = from_hf_tensors(tiny_config, tensors, weights=target)
-    for path, value in from_hf_tensors(tiny_config, written.tensors, weights=target).items():
-        np.testing.assert_array_equal(value, expected[path], err_msg=path)
+    expected = from_hf_tensors(CONFIG, tensors, weights=target)
+    assert_same(from_hf_tensors(CONFIG, written.tensors, weights=target), expected)
 
 
-def test_parameters_in_memory_are_saved_and_are_the_inverse_of_reading(tiny_config, checkpoints, tmp_path):
+def test_parameters_in_memory_are_saved_and_are_the_inverse_of_reading(checkpoints, tmp_path):
     directory, tensors = checkpoints("bf16")
     params = place(directory, "dp=2,tp=2")
-    back = to_hf_tensors(tiny_config, params)
-    for name, value in back.items():
+    for name, value in to_hf_tensors(CONFIG, params).items():
         assert value.tobytes() == tensors[name].tobytes(), name
     for form in ("hf", "orbax"):
-        saved = save(tiny_config, params, tmp_path / form, to=form, companions=[directory / "tokenizer.json"])
+        saved = save(CONFIG, params, tmp_path / form, to=form, companions=[directory / "tokenizer.json"])
         assert (saved / "tokenizer.json").exists()
-        assert open_checkpoint(saved).config == tiny_config
-        again = place(saved, "dp=1")
-        for path, array in params.items():
-            np.testing.assert_array_equal(np.asarray(again[path]), np.asarray(array), err_msg=path)
+        assert open_checkpoint(saved).config == CONFIG
+        assert_same(place(saved, "dp=1"), params)
 
 
-def test_saving_parameters_of_another_model_is_refused(tiny_config, checkpoints, tmp_path):
-    params = dict(from_hf_tensors(tiny_config, checkpoints("f32")[1]))
+def test_saving_parameters_of_another_model_is_refused(checkpoints, tmp_path):
+    params = dict(from_hf_tensors(CONFIG, checkpoints("f32")[1]))
     params["stray"] = params.pop("embed.weight")
     with pytest.raises(CheckpointError, match=r"embed\.weight: missing"):
-        save(tiny_config, params, tmp_path / "new")
+        save(CONFIG, params, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("to", ["orbax", "hf"])
-def test_damaged_values_are_not_converted(tiny_config, checkpoints, tmp_path, make_checkpoint, to):
-    tensors = dict(checkpoints("f32")[1])
-    tensors["model.norm.weight"] = np.full(152, np.nan, np.float32)
-    source = make_checkpoint(tmp_path / "source", tiny_config, tensors)
+def test_damaged_values_are_not_converted(checkpoints, tmp_path, to):
+    damaged = checkpoints("f32")[1] | {"model.norm.weight": np.full(152, np.nan, np.float32)}
+    source = make_checkpoint(tmp_path / "source", CONFIG, damaged)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight: has values that are not finite"):
         convert_checkpoint(source, tmp_path / "new", to=to)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -266,7 +241,7 @@ import sys, time
 from dsjax.checkpoint import convert as module
 def stop(*args, **kwargs):
     print("reached", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 module.write_manifest = stop
 module.convert_checkpoint(sys.argv[1], sys.argv[2], to="orbax")
 """
@@ -275,49 +250,39 @@ module.convert_checkpoint(sys.argv[1], sys.argv[2], to="orbax")
 def test_a_conversion_that_is_killed_leaves_nothing_that_loads(checkpoints, tmp_path):
     destination = tmp_path / "new"
     arguments = [sys.executable, "-c", KILLED, str(checkpoints("bf16")[0]), str(destination)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, env=environment, text=True) as process:
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "reached\n"
         process.send_signal(signal.SIGKILL)
     assert not destination.exists()
-    left = list(tmp_path.iterdir())
-    assert len(left) == 1
+    (left,) = tmp_path.iterdir()
     with pytest.raises(CheckpointError):
-        open_checkpoint(left[0])
-    # And it does not stand in the way of the next one.
-    convert_checkpoint(checkpoints("bf16")[0], destination, to="orbax")
-    open_checkpoint(destination)
+        open_checkpoint(left)
+    open_checkpoint(convert_checkpoint(checkpoints("bf16")[0], destination, to="orbax"))  # it is in nobody's way
 
 
-def test_an_existing_destination_is_kept_unless_told_otherwise_and_until_the_new_one_is_complete(
-    checkpoints, tmp_path, monkeypatch
-):
-    destination = tmp_path / "model"
-    convert_checkpoint(checkpoints("bf16")[0], destination, to="hf")
+def test_a_destination_is_kept_unless_told_otherwise_and_until_the_new_one_is_complete(checkpoints, tmp_path):
+    replace = functools.partial(convert_checkpoint, checkpoints("f32")[0], tmp_path / "model", to="hf")
+    convert_checkpoint(checkpoints("bf16")[0], tmp_path / "model", to="hf")
     with pytest.raises(CheckpointError, match=r"cannot write to .*: it exists already; .* --overwrite"):
-        convert_checkpoint(checkpoints("f32")[0], destination, to="hf")
-    with monkeypatch.context() as patch:
-        patch.setattr(convert_module, "write_folder", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            convert_checkpoint(checkpoints("f32")[0], destination, to="hf", overwrite=True)
-    assert open_checkpoint(destination).stored_weights == "bf16"
-    convert_checkpoint(checkpoints("f32")[0], destination, to="hf", overwrite=True)
-    assert open_checkpoint(destination).stored_weights == "f32"
+        replace()
+    failing = mock.patch.object(convert_module, "write_folder", side_effect=ZeroDivisionError)
+    with failing, pytest.raises(ZeroDivisionError):
+        replace(overwrite=True)
+    assert open_checkpoint(tmp_path / "model").stored_weights == "bf16"
+    assert open_checkpoint(replace(overwrite=True)).stored_weights == "f32"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_behind_a_link_the_folder_is_replaced_and_the_link_stays(tmp_path):
-    volume, link = tmp_path / "volume", tmp_path / "model"
-    (volume / "old").mkdir(parents=True)
-    link.symlink_to(volume / "old")
+    old, link = tmp_path / "volume" / "old", tmp_path / "model"
+    old.mkdir(parents=True)
+    link.symlink_to(old)
     for name in ("config.json", "model.safetensors"):
-        (volume / "old" / name).touch()
+        (old / name).touch()
     with publish(link, overwrite=True) as folder:
         (folder / "new weights").touch()
-    assert link.readlink() == volume / "old"
-    assert [path.name for path in link.iterdir()] == ["new weights"]
-    assert [path.name for path in volume.iterdir()] == ["old"]
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir() and not path.is_symlink()] == ["volume"]
+    assert link.readlink() == old
+    assert {*tmp_path.rglob("*")} == {old.parent, old, link, old / "new weights"}
 
 
 @pytest.mark.parametrize("files", [["thesis.tex"], ["config.json", "main.py"], ["model.safetensors"]])
@@ -359,24 +324,11 @@ def test_a_damaged_orbax_directory_is_a_clear_error(orbax, tmp_path, damage, mes
         place(destination, "dp=1")
 
 
-def test_a_promised_but_absent_mtp_module_is_not_promised_again(tiny_config, checkpoints, tmp_path, make_checkpoint):
-    tensors = {n: t for n, t in checkpoints("bf16")[1].items() if not n.startswith("model.layers.3.")}
-    source = make_checkpoint(tmp_path / "source", tiny_config, tensors)
-    with pytest.warns(CheckpointWarning):
-        written = convert_checkpoint(source, tmp_path / "new", to="hf")
-    assert open_checkpoint(written).config.num_nextn_predict_layers == 0
+def command(*arguments):
+    return CliRunner().invoke(app, ["convert", *map(str, arguments)])
 
 
-@pytest.fixture
-def command():
-    app = typer.Typer()
-    app.command()(convert)
-    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def test_an_empty_destination_and_one_that_exists_are_refused_before_the_source_is_looked_for(
-    command, tmp_path, monkeypatch
-):
+def test_an_empty_destination_and_one_that_exists_are_refused_before_the_source_is_looked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = command("demo", "")
     assert isinstance(run.exception, UserError)
@@ -388,7 +340,7 @@ def test_an_empty_destination_and_one_that_exists_are_refused_before_the_source_
         convert("no/such-source", tmp_path)
 
 
-def test_the_command_converts_to_the_other_form_and_says_what_it_wrote(command, checkpoints, tmp_path):
+def test_the_command_converts_to_the_other_form_and_says_what_it_wrote(checkpoints, tmp_path):
     source, tensors = checkpoints("bf16")
     run = command(source, tmp_path / "orbax", "--no-progress")
     assert run.exit_code == 0, run.output

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from odd_checkpoints import CONFIG, make_checkpoint, make_tensors
 
 from dsjax.checkpoint import fingerprint as module
 from dsjax.checkpoint.convert import convert_checkpoint
@@ -14,12 +15,17 @@ from dsjax.checkpoint.errors import CheckpointError
 from dsjax.checkpoint.fingerprint import BLOCK_BYTES, BLOCKS, fingerprint
 from dsjax.checkpoint.safetensors import TensorSpec, write_file
 
+VALUES = np.random.default_rng(0).integers(0, 255, 1 << 20, np.uint8)
+
+
+def write(folder, name, array):
+    write_file(folder / "model.safetensors", {name: TensorSpec(array.dtype, array.shape)}, lambda _: array)
+
 
 @pytest.fixture
 def large(tmp_path):
     """A file of 1 MiB, of which the blocks cover a sixteenth, and a configuration."""
-    values = np.random.default_rng(0).integers(0, 255, 1 << 20, np.uint8)
-    write_file(tmp_path / "model.safetensors", {"w": TensorSpec(values.dtype, values.shape)}, lambda _: values)
+    write(tmp_path, "w", VALUES)
     (tmp_path / "config.json").write_text('{"hidden_size": 64, "model_type": "deepseek_v3"}')
     return tmp_path
 
@@ -59,16 +65,13 @@ def test_the_last_byte_counts_and_one_between_blocks_does_not(large):
     assert fingerprint(large) == before  # as the definition says: it is a sample
     change_byte(file, -1)
     assert fingerprint(large) != before
-    assert sum(map(len, module._safetensors(large))) < BLOCKS * BLOCK_BYTES + 200, "it reads a bounded part"
+    assert sum(map(len, module._safetensors_items(large))) < BLOCKS * BLOCK_BYTES + 200, "it reads a bounded part"
 
 
 def test_a_tensors_name_dtype_and_shape_and_the_configuration_count(large):
     found = {fingerprint(large)}
-    values = np.random.default_rng(0).integers(0, 255, 1 << 20, np.uint8)
-    for name, array in (("v", values), ("w", values.reshape(2, -1)), ("w", values.view(np.int8))):
-        write_file(
-            large / "model.safetensors", {name: TensorSpec(array.dtype, array.shape)}, lambda _, array=array: array
-        )
+    for name, array in (("v", VALUES), ("w", VALUES.reshape(2, -1)), ("w", VALUES.view(np.int8))):
+        write(large, name, array)
         found.add(fingerprint(large))
     (large / "config.json").write_text('{"hidden_size": 65, "model_type": "deepseek_v3"}')
     found.add(fingerprint(large))
@@ -78,18 +81,16 @@ def test_a_tensors_name_dtype_and_shape_and_the_configuration_count(large):
         fingerprint(large)
 
 
-def test_two_conversions_to_orbax_have_one_fingerprint_and_other_values_another(
-    tiny_config, checkpoints, make_tensors, make_checkpoint, tmp_path
-):
+def test_two_conversions_to_orbax_have_one_fingerprint_and_other_values_another(checkpoints, tmp_path):
     source, _ = checkpoints("bf16")
     first = fingerprint(convert_checkpoint(source, tmp_path / "a", to="orbax"))
     assert first == fingerprint(convert_checkpoint(source, tmp_path / "b", to="orbax"))
-    other = make_checkpoint(tmp_path / "hf", tiny_config, make_tensors(tiny_config, seed=1))
+    other = make_checkpoint(tmp_path / "hf", CONFIG, make_tensors(CONFIG, seed=1))
     assert fingerprint(convert_checkpoint(other, tmp_path / "c", to="orbax")) != first != fingerprint(source)
 
 
-def test_every_shard_counts_and_a_missing_one_is_named(tiny_config, make_tensors, make_checkpoint, tmp_path):
-    folder = make_checkpoint(tmp_path / "model", tiny_config, make_tensors(tiny_config), max_shard_bytes=500_000)
+def test_every_shard_counts_and_a_missing_one_is_named(tmp_path):
+    folder = make_checkpoint(tmp_path / "model", CONFIG, make_tensors(CONFIG), max_shard_bytes=500_000)
     seen = {fingerprint(folder)}
     shards = sorted(folder.glob("*.safetensors"))
     assert len(shards) > 2

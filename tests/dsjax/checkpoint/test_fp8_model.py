@@ -1,5 +1,7 @@
 """An FP8 checkpoint answers as its dequantised twin does: exactly when dequantised at load, closely when kept FP8."""
 
+import contextlib
+
 import numpy as np
 import pytest
 from fp8_checkpoints import RAGGED, WHOLE, dequantised, fp8_tensors, write_fp8_model
@@ -27,46 +29,41 @@ def directories(tmp_path_factory):
     return made
 
 
-def load(directory, mesh: str, weights: str = "auto") -> LLM:
-    return LLM(
-        str(directory), mesh=mesh, weights=weights, dtype="float32", max_num_seqs=2, prefill_chunk=16, page_size=4
-    )
-
-
-def logits(directory, mesh: str, weights: str = "auto") -> np.ndarray:
-    llm = load(directory, mesh, weights)
+@contextlib.contextmanager
+def loaded(directory, mesh: str, **options):
+    sizes = {"max_num_seqs": 2, "prefill_chunk": 16, "page_size": 4}
+    llm = LLM(str(directory), mesh=mesh, dtype="float32", **sizes, **options)
     try:
-        return llm.logits([TOKENS])[0]
+        yield llm
     finally:
         llm.shutdown()
+
+
+def logits(*model, **options) -> np.ndarray:
+    with loaded(*model, **options) as llm:
+        return llm.logits([TOKENS])[0]
 
 
 @pytest.mark.parametrize(("config", "mesh"), MESHES)
 def test_dequantised_at_load_or_kept_fp8_the_logits_are_those_of_the_dequantised_checkpoint(directories, config, mesh):
     reference = logits(directories[config, "plain"], mesh)
     np.testing.assert_array_equal(logits(directories[config, "fp8"], mesh), reference)
-    llm = load(directories[config, "fp8"], mesh, "fp8")
-    try:
-        found = llm.logits([TOKENS])[0]
+
+    with loaded(directories[config, "fp8"], mesh, weights="fp8") as llm:
         # In float32, fp8 × scale is what was read at load: at most the order of sums differs.
-        assert np.abs(found - reference).max() <= 1e-5 * np.abs(reference).max()
+        assert np.abs(llm.logits([TOKENS])[0] - reference).max() <= 1e-5 * np.abs(reference).max()
         quantised = [path for path, info in llm.executor.model.table.infos.items() if info.quantised]
         assert {llm.executor.params[path].dtype for path in quantised} == {np.dtype(np.uint8)}
         assert "moe_layers.moe.experts.down.weight" in quantised
-    finally:
-        llm.shutdown()
 
 
 def test_fp8_matrices_that_lie_with_their_depth_last_answer_alike(directories, monkeypatch, no_programs_on_disk):
     """As on GPUs, with their kernels in Pallas's interpreter."""
 
     def run():
-        options = {"weights": "fp8", "kernels": "pallas", "activation_scheme": "dynamic", "dtype": "float32"}
-        llm = LLM(str(directories["whole", "fp8"]), mesh="tp=2,ep=1", max_num_seqs=2, prefill_chunk=16, page_size=4, **options)  # fmt: skip
-        try:
+        options = {"weights": "fp8", "kernels": "pallas", "activation_scheme": "dynamic"}
+        with loaded(directories["whole", "fp8"], "tp=2,ep=1", **options) as llm:
             return llm.logits([TOKENS])[0], {p for p, i in llm.executor.model.table.infos.items() if i.depth_last}
-        finally:
-            llm.shutdown()
 
     expected, none = run()
     monkeypatch.setattr(parameters, "DEPTH_LAST", ("cpu",))
@@ -94,23 +91,17 @@ def test_gpus_keep_fp8_matrices_as_the_checkpoint_has_them_and_give_them_back():
 def test_parts_that_are_never_quantised_are_kept_in_bf16_beside_fp8_weights(tmp_path):
     # DeepSeek's checkpoints have them so. Where they are float32, embedding, norms, router and head are rounded, each value
     # by at most 2⁻⁹ of itself.
-    tensors = {name: wider(value) for name, value in fp8_tensors(RAGGED).items()}
+    wider = lambda value: value.astype(np.float32) * np.float32(1 + 2**-10)  # noqa: E731 what bf16 cannot hold
+    tensors = {name: wider(one) if one.dtype == "bfloat16" else one for name, one in fp8_tensors(RAGGED).items()}
     folder = write_fp8_model(tmp_path, RAGGED, tensors)
-    reference, found = logits(folder, "dp=4"), logits(folder, "dp=4", "fp8")
+    reference, found = logits(folder, "dp=4"), logits(folder, "dp=4", weights="fp8")
     difference = np.abs(found - reference).max() / np.abs(reference).max()
     assert 0 < difference <= 1e-2
 
 
-def wider(value: np.ndarray) -> np.ndarray:
-    """A bf16 tensor as float32 values that bf16 cannot hold; others as they are."""
-    if value.dtype.name != "bfloat16":
-        return value
-    return value.astype(np.float32) * np.float32(1 + 2**-10)
-
-
 def test_a_tp_that_would_cut_blocks_is_refused_with_the_widths_it_cuts(directories):
     with pytest.raises(MeshError) as error:
-        load(directories["ragged", "fp8"], "tp=2", "fp8")
+        logits(directories["ragged", "fp8"], "tp=2", weights="fp8")
     for part in (
         "dense MLP width 272 over tp=2 is 136",
         "shared expert width 136 over tp=2 is 68",
@@ -120,4 +111,5 @@ def test_a_tp_that_would_cut_blocks_is_refused_with_the_widths_it_cuts(directori
         "cuts a quantisation block of 128",
     ):
         assert part in str(error.value)
-    load(directories["ragged", "fp8"], "tp=2").shutdown()  # not FP8 in memory: nothing is cut
+    with loaded(directories["ragged", "fp8"], "tp=2"):
+        pass  # not FP8 in memory: nothing is cut

@@ -22,20 +22,11 @@ COMMIT = "c0ffee" + "0" * 34
 
 def in_a_process(tmp_path, code, **environment):
     """huggingface_hub reads its settings when it is imported, so each case is a process of its own."""
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[3]),
-        "HF_HOME": str(tmp_path / "hub"),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "NO_PROXY": "*",
-        **environment,
-    }
+    settings = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "*"}
+    env = os.environ | settings | {"HF_HOME": str(tmp_path / "hub")} | environment
     env.pop("HF_TOKEN", None)
-    prelude = "from dsjax.checkpoint.hub import resolve\nfrom dsjax.errors import UserError\n"
-    run = subprocess.run(
-        [sys.executable, "-c", prelude + code], env=env, capture_output=True, text=True, check=False, timeout=240
-    )
+    code = f"from dsjax.checkpoint.hub import resolve\nfrom dsjax.errors import UserError\n{code}"
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()
 
@@ -117,14 +108,11 @@ def test_a_name_that_is_nothing_lists_what_there_is():
 
 
 @pytest.mark.parametrize(
-    ("environment", "reason"),
-    [
-        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "the download failed"),
-        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
-    ],
+    ("name", "value", "reason"),
+    [("HF_ENDPOINT", "http://127.0.0.1:9", "the download failed"), ("HF_HUB_OFFLINE", "1", "HF_HUB_OFFLINE is set")],
 )
-def test_without_a_network_the_message_says_what_was_tried_and_what_to_do(tmp_path, environment, reason):
-    message = in_a_process(tmp_path, MESSAGE.format(model="acme/tiny", revision=None), **environment)
+def test_without_a_network_the_message_says_what_was_tried_and_what_to_do(tmp_path, name, value, reason):
+    message = in_a_process(tmp_path, MESSAGE.format(model="acme/tiny", revision=None), **{name: value})
     assert message.startswith("cannot download acme/tiny (revision main)")
     assert reason in message
     assert "give their directory with --model" in message
@@ -132,15 +120,15 @@ def test_without_a_network_the_message_says_what_was_tried_and_what_to_do(tmp_pa
 
 @pytest.mark.slow
 def test_weights_configuration_and_tokenizer_are_downloaded_once_and_nothing_else(tmp_path, hub):
-    first = in_a_process(tmp_path, "print(resolve('acme/tiny', revision='v2'))", HF_ENDPOINT=hub)
-    directory = Path(first)
-    assert {path.name: path.read_bytes() for path in directory.iterdir()} == FILES
+    find = "print(resolve('acme/tiny', revision='v2'))"
+    first = in_a_process(tmp_path, find, HF_ENDPOINT=hub)
+    assert {path.name: path.read_bytes() for path in Path(first).iterdir()} == FILES
     assert ("GET", "/api/models/acme/tiny/revision/v2") in Hub.requested
     assert not [path for _, path in Hub.requested if path.endswith((".bin", ".py"))]
     Hub.requested.clear()
-    assert in_a_process(tmp_path, "print(resolve('acme/tiny', revision='v2'))", HF_ENDPOINT=hub) == first
+    assert in_a_process(tmp_path, find, HF_ENDPOINT=hub) == first
     assert not [path for method, path in Hub.requested if method == "GET" and "/resolve/" in path]
-    assert in_a_process(tmp_path, "print(resolve('acme/tiny', revision='v2'))", HF_HUB_OFFLINE="1") == first
+    assert in_a_process(tmp_path, find, HF_HUB_OFFLINE="1") == first
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from odd_checkpoints import CONFIG
 
 from dsjax.checkpoint.check import check_structure
 from dsjax.checkpoint.names import TensorNames
@@ -29,12 +30,9 @@ def test_every_tensor_of_the_real_checkpoint_is_placed_with_its_shape_and_dtype(
     config = load_config(REFERENCE / "deepseek-r1.config.json")
     names = TensorNames(config, abstract_parameters(config, weights="fp8"))
     places = names.places()
-    ours = {
-        name: (names.parameters[path].dtype.name, list(piece.shape(names.parameters[path].shape)))
-        for name, (path, piece) in places.items()
-    }
-    for copy, original in names.copies().items():
-        ours[copy] = ours[original]
+    infos = {name: (names.parameters[path], piece) for name, (path, piece) in places.items()}
+    ours = {name: (info.dtype.name, list(piece.shape(info.shape))) for name, (info, piece) in infos.items()}
+    ours |= {copy: ours[original] for copy, original in names.copies().items()}
     assert ours == {name: (DTYPE_NAMES[spec["dtype"]], spec["shape"]) for name, spec in real.items()}
     # And the loader has nothing to say of it, in any weights: no problem, no extra.
     specs = {
@@ -76,41 +74,42 @@ def test_kimi_k2_5_s_text_part_has_the_tensors_of_its_published_files():
     assert expert not in found
 
 
-def test_a_region_names_only_the_pieces_that_touch_it(tiny_config):
-    names = TensorNames(tiny_config, abstract_parameters(tiny_config))
+def test_a_region_names_only_the_pieces_that_touch_it():
+    names = TensorNames(CONFIG, abstract_parameters(CONFIG))
     region = (slice(1, 2), slice(3, 5), slice(None), slice(None), slice(0, 8))
     pieces = list(names.pieces("moe_layers.moe.experts.gate_up.weight", region))
     assert [piece.name.removeprefix("model.layers.2.mlp.experts.") for piece in pieces] == [
-        "3.gate_proj.weight",
-        "3.up_proj.weight",
-        "4.gate_proj.weight",
-        "4.up_proj.weight",
+        f"{expert}.{part}_proj.weight" for expert in (3, 4) for part in ("gate", "up")
     ]
 
 
-def test_slots_hold_copies_of_their_logical_expert_and_the_number_behind_the_last_is_the_shared_one(tiny_config):
-    slots = (0, 1, 2, 3, 4, 5, 6, 7, 5, 0)
-    names = TensorNames(tiny_config, abstract_parameters(tiny_config, num_physical=10), slots)
+def slot_names(names):
+    """What lies in the slots of the first MoE layer, below its MLP's name."""
     pieces = [piece for piece in names.pieces("moe_layers.moe.experts.down.weight") if piece.index[0] == 0]
-    assert [piece.name for piece in pieces] == [f"model.layers.1.mlp.experts.{e}.down_proj.weight" for e in slots]
+    return [piece.name.removeprefix("model.layers.1.mlp.") for piece in pieces]
+
+
+def test_slots_hold_copies_of_their_logical_expert_and_the_number_behind_the_last_is_the_shared_one():
+    slots = (0, 1, 2, 3, 4, 5, 6, 7, 5, 0)
+    names = TensorNames(CONFIG, abstract_parameters(CONFIG, num_physical=10), slots)
+    assert slot_names(names) == [f"experts.{e}.down_proj.weight" for e in slots]
     assert names.places()["model.layers.1.mlp.experts.5.down_proj.weight"][1].index[:2] == (0, 5)
     slots = (0, 1, 2, 3, 8, 4, 5, 6, 7, 8)
-    declared = abstract_parameters(tiny_config, num_physical=10, shared_apart=False)
+    declared = abstract_parameters(CONFIG, num_physical=10, shared_apart=False)
     assert not any(".shared." in path for path in declared)
-    names = TensorNames(tiny_config, declared, slots)
-    pieces = [piece for piece in names.pieces("moe_layers.moe.experts.down.weight") if piece.index[0] == 0]
-    assert [piece.name.removeprefix("model.layers.1.mlp.") for piece in pieces] == [
+    names = TensorNames(CONFIG, declared, slots)
+    assert slot_names(names) == [
         "shared_experts.down_proj.weight" if e == 8 else f"experts.{e}.down_proj.weight" for e in slots
     ]
-    assert names.expected() == TensorNames(tiny_config, abstract_parameters(tiny_config)).expected()
+    assert names.expected() == TensorNames(CONFIG, abstract_parameters(CONFIG)).expected()
 
 
-def test_a_tied_head_is_a_copy_and_products_derived_from_other_weights_are_not_expected(tiny_config):
-    config = dataclasses.replace(tiny_config, tie_word_embeddings=True)
+def test_a_tied_head_is_a_copy_and_products_derived_from_other_weights_are_not_expected():
+    config = dataclasses.replace(CONFIG, tie_word_embeddings=True)
     copies = TensorNames(config, abstract_parameters(config)).copies()
     assert copies["lm_head.weight"] == "model.embed_tokens.weight"
     assert copies["model.layers.3.shared_head.head.weight"] == "model.embed_tokens.weight"
-    declared = abstract_parameters(tiny_config, materialise=True)
+    declared = abstract_parameters(CONFIG, materialise=True)
     derived = {path for path, info in declared.items() if info.init == "derived"}
     assert derived
-    assert set(TensorNames(tiny_config, declared).parameters) == set(declared) - derived
+    assert set(TensorNames(CONFIG, declared).parameters) == set(declared) - derived

@@ -13,12 +13,9 @@ from dsjax.checkpoint.safetensors import DTYPES, SafetensorsFile, TensorSpec, wr
 
 def every_dtype() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    return {
-        name: rng.integers(0, 2, (3, 5), np.uint8).view(dtype)
-        if name == "BOOL"
-        else rng.integers(0, 100, 15 * dtype.itemsize, np.uint8).view(dtype).reshape(3, 5)
-        for name, dtype in DTYPES.items()
-    }
+    most = {name: 2 if name == "BOOL" else 100 for name in DTYPES}
+    draw = lambda name, dtype: rng.integers(0, most[name], (3, 5 * dtype.itemsize), np.uint8).view(dtype)  # noqa: E731
+    return {name: draw(name, dtype) for name, dtype in DTYPES.items()}
 
 
 def write(path, tensors):
@@ -34,6 +31,9 @@ def write_raw(path, header, data: bytes = b"", length: int | None = None):
 
 def entry(start=0, stop=8, dtype="F32", shape=(2,)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+
+
+ENTRY = json.dumps(entry())
 
 
 def test_every_dtype_comes_back_to_the_bit(tmp_path):
@@ -84,10 +84,7 @@ def test_a_write_that_fails_leaves_no_file(tmp_path):
         (lambda p: write_raw(p, b"\xff\xfe{}"), "not JSON"),
         (lambda p: write_raw(p, b"[1]"), "JSON list, expected an object"),
         (lambda p: write_raw(p, b"[" * 200_000), "not JSON"),
-        (
-            lambda p: write_raw(p, b'{"x": %s, "x": %s}' % ((json.dumps(entry()).encode(),) * 2), b"\0" * 8),
-            "names 'x' twice",
-        ),
+        (lambda p: write_raw(p, f'{{"x": {ENTRY}, "x": {ENTRY}}}'.encode(), b"\0" * 8), "names 'x' twice"),
         (lambda p: write_raw(p, {"x": entry()}, b"\0" * 7), "truncated: its tensors need 8 bytes .* found 7"),
         (lambda p: write_raw(p, {"x": entry()}, b"\0" * 9), "1 bytes after its last tensor"),
         (lambda p: write_raw(p, {"x": entry(), "y": entry(4, 12)}, b"\0" * 12), r"y: offsets \[4, 12\] overlap x"),

@@ -3,33 +3,30 @@
 import json
 import re
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from fp4_weights import encoded
+from odd_checkpoints import assert_same, place
 from v4_models import v4_config, v4_tensors
 
 from dsjax.checkpoint.errors import CheckpointError
-from dsjax.checkpoint.load import from_hf_tensors, load
+from dsjax.checkpoint.load import from_hf_tensors
 from dsjax.checkpoint.safetensors import TensorSpec, write_file
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.checkpoint.v4_tensors import V4Tensors, renamed
 from dsjax.config import ModelConfig
 from dsjax.fp4 import host
 from dsjax.fp4.formats import MXFP4
-from sharding import MeshSpec
-from sharding.rules import Rules
 
 LAYERS = 3
+HEAD = {f"hc_head.hc_{part}": f"hc_head_{part}" for part in ("fn", "base", "scale")}
 # Ours, and DeepSeek's: ``inference/model.py`` and the released index of Flash.
 NAMES = {
     "model.embed_tokens.weight": "embed.weight",
     "model.norm.weight": "norm.weight",
     "lm_head.weight": "head.weight",
-    "model.hc_head.hc_fn": "hc_head_fn",
-    "model.hc_head.hc_base": "hc_head_base",
-    "model.hc_head.hc_scale": "hc_head_scale",
+    **{f"model.{ours}": theirs for ours, theirs in HEAD.items()},
 }
 IN_LAYER = {
     "input_layernorm.weight": "attn_norm.weight",
@@ -68,7 +65,7 @@ IN_MODULE = {
     "e_proj.weight": "e_proj.weight",
     "h_proj.weight": "h_proj.weight",
     "shared_head.norm.weight": "norm.weight",
-    "hc_head.hc_fn": "hc_head_fn",
+    **HEAD,
 }
 
 
@@ -78,12 +75,7 @@ def theirs(name: str) -> str:
         return NAMES[name]
     layer, rest = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name).groups()
     expert = re.search(r"experts\.(\d+)\.", rest)
-    known = IN_LAYER | {
-        key.replace("hc_fn", part): value.replace("fn", part[3:])
-        for key, value in IN_MODULE.items()
-        for part in ("hc_fn", "hc_base", "hc_scale")
-    }
-    found = known[re.sub(r"experts\.\d+\.", "experts.7.", rest)]
+    found = (IN_LAYER | IN_MODULE)[re.sub(r"experts\.\d+\.", "experts.7.", rest)]
     found = found.replace("experts.7.", f"experts.{expert[1]}.") if expert else found
     return f"layers.{layer}.{found}" if int(layer) < LAYERS else f"mtp.{int(layer) - LAYERS}.{found}"
 
@@ -97,17 +89,8 @@ def test_a_released_tensor_has_one_name_here_which_stays(ours):
     assert renamed(ours, LAYERS) == ours
 
 
-CONFIG = ModelConfig.from_dict(
-    v4_config(
-        "wch",
-        hashed=1,
-        hidden_size=256,
-        moe_intermediate_size=128,
-        q_lora_rank=128,
-        head_dim=64,
-        num_nextn_predict_layers=1,
-    )
-)
+WIDTHS = {"hidden_size": 256, "moe_intermediate_size": 128, "q_lora_rank": 128, "head_dim": 64}
+CONFIG = ModelConfig.from_dict(v4_config("wch", hashed=1, num_nextn_predict_layers=1, **WIDTHS))
 TENSORS = v4_tensors(CONFIG)
 
 
@@ -118,7 +101,7 @@ def by_powers(matrix):
     padded[: matrix.shape[0], : matrix.shape[1]] = matrix
     largest = np.abs(padded).reshape(rows, 128, columns, 128).max((1, 3))
     scale = np.exp2(np.ceil(np.log2(largest / 448))).astype(np.float32)
-    spread = np.repeat(np.repeat(scale, 128, 0), 128, 1)[: matrix.shape[0], : matrix.shape[1]]
+    spread = np.kron(scale, np.ones((128, 128), np.float32))[: matrix.shape[0], : matrix.shape[1]]
     values = (matrix / spread).astype(ml_dtypes.float8_e4m3fn)
     return values, scale.astype(ml_dtypes.float8_e8m0fnu), values.astype(np.float32) * spread
 
@@ -141,36 +124,30 @@ def released():
     return stored, numbers
 
 
-def loaded(folder, weights):
-    checkpoint, spec = open_checkpoint(folder), MeshSpec.parse("dp=1")
-    return load(
-        checkpoint.config, checkpoint, spec.build(jax.devices()[:1]), Rules.for_mesh(spec), weights=weights
-    ), checkpoint
+def write(folder, names, stored):
+    """Write the named tensors to a file, and the configuration beside it. Return the folder."""
+    specs = {name: TensorSpec(stored[name].dtype, stored[name].shape) for name in names}
+    write_file(folder / "model.safetensors", specs, stored.__getitem__)
+    (folder / "config.json").write_text(json.dumps(CONFIG.to_dict()))
+    return folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("v4")
     stored, _ = released()
-    specs = {name: TensorSpec(values.dtype, values.shape) for name, values in stored.items()}
-    write_file(path / "model.safetensors", specs, stored.__getitem__)
-    (path / "config.json").write_text(json.dumps(CONFIG.to_dict()))
-    return path
+    return write(tmp_path_factory.mktemp("v4"), stored, stored)
 
 
 def test_a_released_checkpoint_gives_the_numbers_of_its_fp8_and_fp4(folder):
     _, numbers = released()
-    params, checkpoint = loaded(folder, "f32")
+    checkpoint = open_checkpoint(folder)
     assert (checkpoint.stored_weights, checkpoint.config.num_nextn_predict_layers) == ("mxfp4", 1)
-    expected = from_hf_tensors(CONFIG, numbers)
-    assert params.keys() == expected.keys()
-    for path, values in expected.items():
-        np.testing.assert_array_equal(params[path], values, err_msg=path)
+    assert_same(place(checkpoint, "dp=1", weights="f32"), from_hf_tensors(CONFIG, numbers))
 
 
 def test_it_is_kept_as_it_is_stored(folder):
     stored, _ = released()
-    params, _ = loaded(folder, "mxfp4")
+    params = place(folder, "dp=1", weights="mxfp4")
     gate, scale = (params[f"csa_moe_1.moe.experts.gate_up.{part}"] for part in ("weight", "scale"))
     np.testing.assert_array_equal(gate[0, 2, :, 1], stored["layers.1.ffn.experts.2.w3.weight"].view(np.uint8).T)
     np.testing.assert_array_equal(scale[0, 2, :, 1], stored["layers.1.ffn.experts.2.w3.scale"].view(np.uint8).T)
@@ -182,15 +159,13 @@ def test_it_is_kept_as_it_is_stored(folder):
 
 def test_tensors_of_a_lost_file_are_not_called_missing_on_top(tmp_path):
     stored, _ = released()
-    files = {name: "lost" if name.startswith(("mtp.", "layers.1.")) else "kept" for name in stored}
-    kept = {name: TensorSpec(stored[name].dtype, stored[name].shape) for name, file in files.items() if file == "kept"}
-    write_file(tmp_path / "kept.safetensors", kept, stored.__getitem__)
+    files = {name: "lost" if name.startswith(("mtp.", "layers.1.")) else "model" for name in stored}
+    write(tmp_path, [name for name, file in files.items() if file == "model"], stored)
     index = {"weight_map": {name: f"{file}.safetensors" for name, file in files.items()}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_dict()))
     assert open_checkpoint(tmp_path).config.num_nextn_predict_layers == 1
     with pytest.raises(CheckpointError, match=r"lost\.safetensors") as error:
-        loaded(tmp_path, "f32")
+        place(tmp_path, "dp=1", weights="f32")
     assert "1 problem" in str(error.value)
 
 
@@ -203,16 +178,13 @@ def test_transformers_own_names_with_experts_in_one_tensor_are_read():
             fused[name] = values
     for layer in range(LAYERS + 1):
         stem = f"model.layers.{layer}.mlp.experts"
-        own = {
-            part: np.stack([TENSORS[f"{stem}.{e}.{part}.weight"] for e in range(CONFIG.n_routed_experts)])
+        gate, down, up = (
+            np.stack([TENSORS[f"{stem}.{expert}.{part}.weight"] for expert in range(CONFIG.n_routed_experts)])
             for part in ("w1", "w2", "w3")
-        }
-        fused[f"{stem}.gate_up_proj"], fused[f"{stem}.down_proj"] = (
-            np.concatenate([own["w1"], own["w3"]], axis=1),
-            own["w2"],
         )
+        fused[f"{stem}.gate_up_proj"], fused[f"{stem}.down_proj"] = np.concatenate([gate, up], axis=1), down
     specs = {name: TensorSpec(values.dtype, values.shape) for name, values in fused.items()}
     tensors = V4Tensors.of(fused, specs, LAYERS)
+    whole = {name: tensors[name][(slice(None),) * values.ndim] for name, values in TENSORS.items()}
     assert {*tensors} == {*TENSORS}
-    for name, values in TENSORS.items():
-        np.testing.assert_array_equal(tensors[name][tuple(slice(None) for _ in values.shape)], values)
+    assert_same(whole, TENSORS)

@@ -109,7 +109,7 @@ def broken_kernels(monkeypatch, tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
 
 
-def no_device(monkeypatch, tmp_path):
+def no_device(monkeypatch, _):
     monkeypatch.setattr(MeshSpec, "build", Mock(side_effect=MeshError("JAX_PLATFORMS is 'cuda', and JAX found none")))
 
 
@@ -118,30 +118,17 @@ def unloadable_kernels(monkeypatch, tmp_path):
     monkeypatch.setattr(table.build, "find_or_build", lambda folder: build.BuiltLibrary(folder / "gone.so"))
 
 
-@pytest.mark.parametrize(
-    ("break_it", "part", "subject", "told"),
-    [
-        (read_only, "_caches", "compiled programs", "will not be kept: cannot write"),
-        (read_only_with_programs, "_caches", "compiled programs", "new ones are not kept"),
-        (no_home, "_caches", "compiled programs", "there is no home folder"),
-        (
-            lambda patch, _: patch.setattr(tempfile, "mkdtemp", READ_ONLY),
-            "_temporary_folder",
-            "temporary folder",
-            "Read-only file system",
-        ),
-        (
-            lambda patch, _: patch.setattr(doctor, "descriptor_limit", lambda: 20),
-            "_open_files",
-            "open files",
-            "20 files and connections",
-        ),
-        (broken_kernels, "_native_kernels", "native kernels", "do not work on this machine"),
-        (unloadable_kernels, "_native_kernels", "native kernels", "do not load"),
-        (lambda patch, _: patch.setenv("JAX_ENABLE_X64", "1"), "_settings", "JAX_ENABLE_X64", "is on"),
-        (no_device, "_devices", "devices", "JAX_PLATFORMS is 'cuda'"),
-    ],
-)
+@pytest.mark.parametrize(("break_it", "part", "subject", "told"), [
+    (read_only, "_caches", "compiled programs", "will not be kept: cannot write"),
+    (read_only_with_programs, "_caches", "compiled programs", "new ones are not kept"),
+    (no_home, "_caches", "compiled programs", "there is no home folder"),
+    (lambda patch, _: patch.setattr(tempfile, "mkdtemp", READ_ONLY), "_temporary_folder", "temporary folder", "Read-only file system"),
+    (lambda patch, _: patch.setattr(doctor, "descriptor_limit", lambda: 20), "_open_files", "open files", "20 files and connections"),
+    (broken_kernels, "_native_kernels", "native kernels", "do not work on this machine"),
+    (unloadable_kernels, "_native_kernels", "native kernels", "do not load"),
+    (lambda patch, _: patch.setenv("JAX_ENABLE_X64", "1"), "_settings", "JAX_ENABLE_X64", "is on"),
+    (no_device, "_devices", "devices", "JAX_PLATFORMS is 'cuda'"),
+])  # fmt: skip
 def test_what_is_broken_is_trouble_and_ends_with_1(monkeypatch, tmp_path, break_it, part, subject, told):
     break_it(monkeypatch, tmp_path)
     finding = found(getattr(doctor, part))[subject]
@@ -170,7 +157,7 @@ def test_what_cannot_be_looked_at_is_trouble_and_the_rest_is_looked_at(monkeypat
         yield
 
     monkeypatch.setattr(doctor, "_devices", fail)
-    findings = {one.subject: one for one in doctor.run_checks()}
+    findings = found(doctor.run_checks)
     assert findings["fail"].state == "trouble"
     assert "xla_bridge" in findings["fail"].found
     assert {"host memory", "temporary folder"} <= findings.keys()

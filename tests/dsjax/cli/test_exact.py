@@ -34,17 +34,14 @@ def test_options_that_cannot_be_are_refused(given):
         _ = ExactOptions(**given).runs
 
 
-@pytest.mark.parametrize(
-    ("found", "said"),
-    [
-        (ONES, None),
-        (Answer(np.full((1, 4), 2.0), [[3]], [[-1.0]], exact=True), "logits differ by"),
-        (Answer(np.full((1, 4), 1 + 1e-7), [[3]], [[-1.0]], exact=True), "logits differ by"),
-        (Answer(np.full((1, 4), 1 + 1e-7), [[3]], [[-1.1]]), None),  # rounding, where products are not exact
-        (Answer(None, [[3]], [[-1.1]], exact=True), "prompt 0: logprobs"),
-        (Answer(None, [[4]], [[-1.0]]), "prompt 0: tokens"),
-    ],
-)
+@pytest.mark.parametrize(("found", "said"), [
+    (ONES, None),
+    (Answer(np.full((1, 4), 2.0), [[3]], [[-1.0]], exact=True), "logits differ by"),
+    (Answer(np.full((1, 4), 1 + 1e-7), [[3]], [[-1.0]], exact=True), "logits differ by"),
+    (Answer(np.full((1, 4), 1 + 1e-7), [[3]], [[-1.1]]), None),  # rounding, where products are not exact
+    (Answer(None, [[3]], [[-1.1]], exact=True), "prompt 0: logprobs"),
+    (Answer(None, [[4]], [[-1.0]]), "prompt 0: tokens"),
+])  # fmt: skip
 def test_exact_answers_are_equal_to_the_bit_and_others_but_for_rounding(found, said):
     verdict = difference(found, ONES)
     assert verdict is None if said is None else verdict.startswith(said)
@@ -61,12 +58,8 @@ def test_an_exact_answer_is_held_to_one_devices_with_the_same_arithmetic(monkeyp
     options = ExactOptions(mesh=["tp=8"], dispatch=["auto"], mla=["CC/A_CC_ME"], vary=["enable-shared-experts-fusion"])
     found = exact.sweep(options, Console())
     assert [row["verdict"] for row in found] == ["equal", "equal"]
-    one = [row for row in asked if row[0] == "dp=1"]
-    assert sorted(one) == [
-        ("dp=1", "CC", "A_CC_ME", "auto", False),
-        ("dp=1", "CC", "A_CC_ME", "auto", True),
-        ("dp=1", "CC", "A_CC_ME", "plain", False),
-    ]
+    one = sorted(row for row in asked if row[0] == "dp=1")
+    assert one == [("dp=1", "CC", "A_CC_ME", *how) for how in (("auto", False), ("auto", True), ("plain", False))]
 
 
 @pytest.mark.slow
@@ -77,16 +70,13 @@ def test_a_model_without_mla_is_compared_in_its_own_form(tmp_path):
     assert [(row["verdict"], row["exact"]) for row in exact.sweep(options, Console())] == [("equal", True)] * 2
 
 
-@pytest.mark.parametrize(
-    ("answers", "code", "said"),
-    [
-        ({}, 0, "2 of 2 equal to one device, 2 of them to the bit; 0 left out"),
-        ({"tp=8": UserError("no room")}, 0, "tp=8 auto CC/A_CC: left out: no room"),
-        ({"tp=8": Answer(None, [[4]], [[-1.0]], exact=True)}, 1, "instead of"),
-        ({"tp=8": Answer(None, [[3]], [[-1.0]], exact=True, rebalances=0)}, 1, "no expert moved"),
-        ({"tp=8": UserError("no room"), "dp=8": UserError("no room")}, 1, "0 of 0 equal"),
-    ],
-)
+@pytest.mark.parametrize(("answers", "code", "said"), [
+    ({}, 0, "2 of 2 equal to one device, 2 of them to the bit; 0 left out"),
+    ({"tp=8": UserError("no room")}, 0, "tp=8 auto CC/A_CC: left out: no room"),
+    ({"tp=8": Answer(None, [[4]], [[-1.0]], exact=True)}, 1, "instead of"),
+    ({"tp=8": Answer(None, [[3]], [[-1.0]], exact=True, rebalances=0)}, 1, "no expert moved"),
+    ({"tp=8": UserError("no room"), "dp=8": UserError("no room")}, 1, "0 of 0 equal"),
+])  # fmt: skip
 def test_it_ends_with_1_where_an_answer_differs_or_none_was_made(monkeypatch, tmp_path, answers, code, said):
     def answer(model, mesh, *forms, **options):
         if isinstance(made := answers.get(mesh, ONES), Exception):

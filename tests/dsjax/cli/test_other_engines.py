@@ -26,6 +26,13 @@ def _options(command: str) -> set[str]:
     return {name for one in made.params for name in (*one.opts, *one.secondary_opts)}
 
 
+def refused(*words: str) -> str:
+    """What a command says that its command line cannot be."""
+    found = RUNNER.invoke(app, words)
+    assert found.exit_code == 2
+    return found.output
+
+
 def test_every_counterpart_is_an_option_of_serve_and_no_option_of_serve_is_taken_for_anothers() -> None:
     known = _options("serve")
     assert {row.ours for row in rows().values()} - {""} <= known
@@ -74,36 +81,26 @@ def test_their_variables_are_named_where_set_without_their_option_and_a_command_
     assert unread_variables([], {"--model"}, on) == []
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     found = RUNNER.invoke(app, ["serve", "--disaggregation-mode", "prefill"])  # refused before anything is loaded
-    assert found.stderr.startswith(
-        "warning: VLLM_BATCH_INVARIANT is set, but dsjax does not read it; give --batch-invariant"
-    )
+    assert found.stderr.startswith("warning: " + line.partition(", or")[0])
 
 
 def test_all_of_them_on_a_command_line_are_explained_at_once_and_a_model_without_its_option_too():
-    found = RUNNER.invoke(
-        app, ["serve", "-tp", "8", "--max-running-requests=8", "--enable-dp-attention", "--trust-remote-code"]
-    )
-    assert found.exit_code == 2
+    output = refused("serve", "-tp", "8", "--max-running-requests=8", "--enable-dp-attention", "--trust-remote-code")
     answers = ("--max-running-requests is --max-num-seqs: of a DP rank", "--enable-dp-attention is --mesh dp=N")
     for line in (*answers, "--trust-remote-code is not needed"):
-        assert line in found.output
-    found = RUNNER.invoke(app, ["serve", "deepseek-ai/DeepSeek-R1"])
-    assert found.exit_code == 2
-    assert "give the model as --model MODEL" in found.output
+        assert line in output
+    assert "give the model as --model MODEL" in refused("serve", "deepseek-ai/DeepSeek-R1")
 
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
 def test_an_option_for_tls_is_answered_with_the_cluster_key_and_the_encryption_of_bulk(command: str) -> None:
-    found = RUNNER.invoke(app, [command, "--cluster-tls-cert", "a.pem", "--cluster-tls-key=b.pem"])
-    assert found.exit_code == 2
+    output = refused(command, "--cluster-tls-cert", "a.pem", "--cluster-tls-key=b.pem")
     for name in ("--cluster-tls-cert", "--cluster-tls-key"):
-        assert re.search(f"{name} is removed: .*--cluster-key-file.*--encrypt-bulk", found.output)
+        assert re.search(f"{name} is removed: .*--cluster-key-file.*--encrypt-bulk", output)
     assert _options(command) >= {"--cluster-key-file", "--encrypt-bulk"}
 
 
 def test_a_command_says_nothing_of_what_it_has_no_counterpart_for() -> None:
     assert advice(["--tp", "8"], known={"--model"}) == []
     assert advice(["--model", "demo", "--mesh", "tp=8"], known={"--model", "--mesh"}) == []
-    found = RUNNER.invoke(app, ["serve", "--mehs", "dp=2"])
-    assert found.exit_code == 2
-    assert "--mesh" in found.output  # the nearest of ours
+    assert "--mesh" in refused("serve", "--mehs", "dp=2")  # the nearest of ours

@@ -85,8 +85,7 @@ def test_no_figure_of_a_wide_table_is_cut_and_its_parts_tell_the_rows_apart(widt
     parts = fitted(wide_table(), width)
     assert len(parts) > 1
     assert text.count("A_CC_ME/2") == len(parts), "each part names its rows"
-    for part in parts:
-        assert [column.header for column in part.columns[:2]] == ["form", "tokens"]
+    assert all([column.header for column in part.columns[:2]] == ["form", "tokens"] for part in parts)
     assert (text.count("exchanges"), text.count("of a step")) == (1, 1)
 
 
@@ -127,18 +126,8 @@ def test_the_plan_shows_deployment_and_bottleneck_at_any_width(width):
     assert re.search(r"\+\d+ ?%", table), "the bottleneck, and what twice as much of it would give"
 
 
-HELP_PAGES = [
-    "",
-    *COMMANDS,
-    "plan simulate",
-    "plan recipe",
-    "bench serve",
-    "bench modules",
-    "bench step",
-    "bench soak",
-    "kernels list",
-    "kernels build",
-]
+GROUPS = {"plan": ("simulate", "recipe"), "bench": ("serve", "modules", "step", "soak"), "kernels": ("list", "build")}
+HELP_PAGES = ["", *COMMANDS, *(f"{group} {name}" for group, names in GROUPS.items() for name in names)]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -146,19 +135,12 @@ HELP_PAGES = [
 def test_help_pages_show_every_name_in_full(page, width):
     text = CliRunner().invoke(app, [*page.split(), "--help"], env={"COLUMNS": str(width)}).output
     assert max(map(len, text.splitlines())) <= width
-    assert "…" not in text.replace("500MB, …", "").replace("tpu-v5e, …", "").replace("znver4, …", "")
-    assert "..." not in text.replace("]...", "")
-    assert "<bool>" not in text
-    assert "[default: (" not in text
+    assert "…" not in re.sub("(500MB|tpu-v5e|znver4), …", "", text)
+    assert not re.search(r"(?<!\])\.\.\.|<bool>|\[default: \(", text)
     assert "--help" in text
     if page == "serve":
         assert "--max-num-batched-tokens <int>" in text
-        assert (
-            text.index("Options:")
-            < text.index("--port")
-            < text.index("Scheduling:")
-            < text.index("--max-num-seqs <int>")
-        )
+        assert re.search("Options:.*--port.*Scheduling:.*--max-num-seqs <int>", text, re.DOTALL)
 
 
 def test_the_version_is_printed():
@@ -169,16 +151,21 @@ def test_the_version_is_printed():
 @pytest.mark.slow
 def test_the_doctor_finds_this_machine_fit():
     found = subprocess.run([sys.executable, "-m", "dsjax", "doctor", "--json", "-"], capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.returncode in (0, 1), found.stdout + found.stderr
     subjects = {one["subject"]: one for one in json.loads(found.stdout)}
+    trouble = {subject for subject, one in subjects.items() if one["state"] == "trouble"}
+    assert trouble <= {"host memory"}, "which other tests may take meanwhile"
+    assert found.returncode == len(trouble)
     assert {"versions", "devices", "host memory", "compiled programs", "downloaded models"} <= subjects.keys()
     assert all(one["advice"] for one in subjects.values() if one["state"] != "ok")
 
 
-def run_into(stdout, command: str, unbuffered: str) -> subprocess.CompletedProcess:
+def run_into(stdout, command: str, unbuffered: str) -> tuple[int, str]:
+    """The exit code of a command that writes there, and what it says on standard error."""
+    words = [sys.executable, "-m", "dsjax", *command.split()]
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-    command = [sys.executable, "-m", "dsjax", *command.split()]
-    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment)
+    ended = subprocess.run(words, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment)
+    return ended.returncode, ended.stderr
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
@@ -186,18 +173,14 @@ def run_into(stdout, command: str, unbuffered: str) -> subprocess.CompletedProce
     ("command", "unbuffered"), [("--version", ""), ("--version", "1"), ("kernels --help", "1"), ("info --json -", "")]
 )
 def test_standard_output_on_a_full_disk_is_one_message(command, unbuffered):
+    message = "error: cannot write what was found: No space left on device; make room, or write it elsewhere\n"
     with open("/dev/full", "w") as full:
-        ended = run_into(full, command, unbuffered)
-    assert ended.returncode == 2
-    assert ended.stderr == (
-        "error: cannot write what was found: No space left on device; make room, or write it elsewhere\n"
-    )
+        assert run_into(full, command, unbuffered) == (2, message)
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_pipe_whose_reader_is_gone_ends_a_command_in_silence(unbuffered):
     reader, writer = os.pipe()
     os.close(reader)
-    ended = run_into(writer, "--version", unbuffered)
+    assert run_into(writer, "--version", unbuffered) == (1, "")
     os.close(writer)
-    assert (ended.returncode, ended.stderr) == (1, "")

@@ -12,9 +12,7 @@ SLICE = "--accelerator-slice"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`pytest tests/dsjax/dryrun/test_topology.py --accelerator-slice 2/4`."""
-    parser.addoption(
-        SLICE, metavar="K/N", help="run the Kth of N parts of test_topology.py, by a hash of each test's name"
-    )
+    parser.addoption(SLICE, metavar="K/N", help="run the Kth of N parts of test_topology.py, by hashes of tests' names")
 
 
 def in_slice(name: str, part: str) -> bool:

@@ -15,16 +15,7 @@ from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.program import Program, program_collectives
 from dsjax.dryrun.run import dry_run
 from dsjax.dryrun.timeline import model_part
-from dsjax.engine.contract.commands import (
-    TOKEN_MADE,
-    Admission,
-    PageChange,
-    PrefillRow,
-    RankStep,
-    Sampling,
-    Step,
-    int32s,
-)
+from dsjax.engine.contract import commands
 from dsjax.engine.device.buckets import Buckets, Rectangle
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.loading import load_model
@@ -66,9 +57,8 @@ def test_the_running_demo_holds_and_runs_what_its_dry_run_says(engine):
     running = program_collectives(program, dict(executor.model.mesh.shape), host_devices=8)
 
     def tally(collectives):
-        return sorted(
-            (c.kind, c.axes, c.ranks, c.operand_bytes) for c in collectives if c.times and not c.data_dependent
-        )
+        counted = (c for c in collectives if c.times and not c.data_dependent)
+        return sorted((c.kind, c.axes, c.ranks, c.operand_bytes) for c in counted)
 
     assert tally(running) == tally(report.collectives)
     assert len(tally(running)) >= 2
@@ -93,17 +83,15 @@ def full_prefill(limits):
     tokens = np.random.default_rng(0).integers(3, 96, (limits.num_ranks, rows, chunk))
 
     def rank(tokens):
-        admissions = [Admission(slot, 0, int(tokens[slot, 0]), Sampling(chunk, 0)) for slot in range(rows)]
-        pages = [
-            PageChange(slot, 0, list(range(1 + slot * limits.max_pages, 1 + (slot + 1) * limits.max_pages)))
-            for slot in range(rows)
-        ]
-        prefills = [
-            PrefillRow(slot, 0, int32s(tokens[slot].tolist()), TOKEN_MADE, limits.max_model_len) for slot in range(rows)
-        ]
-        return RankStep(admissions, pages, b"", prefills, [])
+        found, most = commands.RankStep([], [], b"", [], []), limits.max_pages
+        for slot, own in enumerate(tokens.tolist()):
+            found.admissions.append(commands.Admission(slot, 0, own[0], commands.Sampling(chunk, 0)))
+            found.pages.append(commands.PageChange(slot, 0, list(range(1 + slot * most, 1 + (slot + 1) * most))))
+            row = slot, 0, commands.int32s(own), commands.TOKEN_MADE, limits.max_model_len
+            found.prefills.append(commands.PrefillRow(*row))
+        return found
 
-    return Step([rank(own) for own in tokens])
+    return commands.Step([rank(own) for own in tokens])
 
 
 def executed_collectives(executor):
@@ -112,16 +100,10 @@ def executed_collectives(executor):
     executor.buckets = Buckets((STEPS["decode"].rows,), (STEPS["prefill"],), mixed=False)
     command = full_prefill(executor.limits)
     executor.collect(executor.launch(command))  # the slots are given by a program of its own
-    command = Step([msgspec.structs.replace(rank, admissions=[], pages=[]) for rank in command.ranks])
-    operations = {
-        operation.name: operation
-        for computation in Program.parse(program.as_text()).computations.values()
-        for operation in computation.operations.values()
-    }
-    kinds = {
-        c.name
-        for c in program_collectives(Program.parse(program.as_text()), dict(executor.model.mesh.shape), host_devices=8)
-    }
+    command = commands.Step([msgspec.structs.replace(rank, admissions=[], pages=[]) for rank in command.ranks])
+    parsed = Program.parse(program.as_text())
+    operations = {name: one for part in parsed.computations.values() for name, one in part.operations.items()}
+    kinds = {c.name for c in program_collectives(parsed, dict(executor.model.mesh.shape), host_devices=8)}
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             executor.collect(executor.launch(command))

@@ -55,24 +55,22 @@ def test_a_step_runs_no_collective_beyond_its_budget(layout, step, tmp_path):
     assert budget(layout, step, tmp_path) == json.loads(BUDGETS.read_text())[layout][step]
 
 
-def test_only_dispatch_communicates_and_with_tensor_parallelism_each_part_of_the_model_once():
+@pytest.mark.parametrize("step", STEPS)
+def test_only_dispatch_communicates_and_with_tensor_parallelism_each_part_of_the_model_once(step):
     budgets = json.loads(BUDGETS.read_text())
     for layout in ("dp=32", "dp=32,ep=8"):
-        for step in STEPS:
-            # Two MoE layers, one exchange there and one back.
-            found = budgets[layout][step]
-            assert {name.split(" over ")[0] for name in found} == {"all-to-all"}
-            assert sum(times for times, _ in found.values()) == 4
-    budgets = json.loads(BUDGETS.read_text())
+        # Two MoE layers, one exchange there and one back.
+        found = budgets[layout][step]
+        assert {name.split(" over ")[0] for name in found} == {"all-to-all"}
+        assert sum(times for times, _ in found.values()) == 4
     for layout in ("dp=4,tp=8", "tp=8", "tp=8,ep=1"):
-        for step in STEPS:
-            times = {name: times for name, (times, _) in budgets[layout][step].items()}
-            # Sums over heads and widths: the embedding, three layers' attention, one dense MLP, two layers' shared experts.
-            assert times.pop("all-reduce over tp, bf16") == 1 + 3 + 1 + 2
-            # The greedy token of a vocabulary that is spread out: largest and smallest logit, first place of the largest.
-            assert times.pop("all-reduce over tp, f32") + times.pop("all-reduce over tp, s32") == 3
-            # Two MoE layers: there, back, and the parts of a replica's tokens together again.
-            assert sum(times.values()) == 2 * 3, "XLA re-shards something: see Step._whole"
+        times = {name: times for name, (times, _) in budgets[layout][step].items()}
+        # Sums over heads and widths: the embedding, three layers' attention, one dense MLP, two layers' shared experts.
+        assert times.pop("all-reduce over tp, bf16") == 1 + 3 + 1 + 2
+        # The greedy token of a vocabulary that is spread out: largest and smallest logit, first place of the largest.
+        assert times.pop("all-reduce over tp, f32") + times.pop("all-reduce over tp, s32") == 3
+        # Two MoE layers: there, back, and the parts of a replica's tokens together again.
+        assert sum(times.values()) == 2 * 3, "XLA re-shards something: see Step._whole"
 
 
 def test_tokens_split_over_tp_halve_what_a_dense_layer_sends_over_it():

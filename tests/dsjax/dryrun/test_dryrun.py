@@ -24,7 +24,7 @@ from dsjax.errors import UserError
 from dsjax.fp4.formats import experts_format
 from dsjax.model.experts import default_tile
 from dsjax.plan.compiled import read_dry_run
-from sharding import MeshSpec
+from sharding import MeshError, MeshSpec
 
 TENSORS = Path(__file__).parents[3] / ".." / "shared" / "reference" / "deepseek-r1.tensors.json.gz"
 ITEM_BYTES = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
@@ -133,9 +133,7 @@ def test_drafting_is_one_pass_over_all_tokens_and_one_more_over_the_last(draftin
 
 
 @pytest.mark.slow
-def test_prompts_in_two_halves_are_followed_by_drafts_of_the_whole_and_a_plan_reads_that_they_are_halves(
-    tiny, tmp_path, described
-):
+def test_prompts_in_halves_are_followed_by_drafts_of_the_whole_and_a_plan_reads_of_halves(tiny, tmp_path, described):
     engine = EngineArgs(
         model=tiny, mesh="dp=2", weights="nvfp4", dispatch="gather", enable_dbo=True, dbo_prefill_token_threshold=512,
         speculative_config=DRAFTING.speculative_config,
@@ -150,7 +148,7 @@ def test_prompts_in_two_halves_are_followed_by_drafts_of_the_whole_and_a_plan_re
     file.write_text(json.dumps(report.to_json() | {"halves": False}))
     assert not read_dry_run(file).halves
     whole = described(dataclasses.replace(args, engine=dataclasses.replace(engine, dbo_prefill_token_threshold=513)))
-    assert not whole.step.in_halves(whole.shape.groups)
+    assert not whole.step.runs_in_halves(whole.shape.groups)
 
 
 @pytest.mark.slow
@@ -167,10 +165,8 @@ def test_by_so_many_rows_nothing_is_drafted_but_the_module_stays_on_the_device(d
 
 @pytest.mark.parametrize("weights", ["nvfp4", "mxfp4-bf16", "int4-bf16"])
 def test_packed_experts_take_the_bytes_of_the_format_and_count_as_numbers_of_the_model(weights, described):
-    kept, plain = (
-        described(DryRunArgs(engine=EngineArgs(model="demo", mesh="dp=2", weights=one), batch=2, context=64))
-        for one in (weights, "auto")
-    )
+    engines = (EngineArgs(model="demo", mesh="dp=2", weights=one) for one in (weights, "auto"))
+    kept, plain = (described(DryRunArgs(engine=engine, batch=2, context=64)) for engine in engines)
     parameters = parameters_by_component(kept.step)
     assert parameters == parameters_by_component(plain.step)
     form, config = experts_format(weights), load_config("demo")
@@ -180,24 +176,29 @@ def test_packed_experts_take_the_bytes_of_the_format_and_count_as_numbers_of_the
 
 
 def test_impossible_requests_say_what_to_do():
-    with pytest.raises(UserError, match="--step is 'train', expected one of decode, prefill, mixed"):
-        DryRunArgs(engine=V3, step="train")
     with pytest.raises(UserError, match="--mla-decode and"):
         CliRunner().invoke(app, ["dryrun", "--model", "demo", "--step", "mixed", "--mla", "CC"], catch_exceptions=False)
-    with pytest.raises(UserError, match="--prefill-chunk is 256, more than the --context of 64"):
-        DryRunArgs(engine=V3, step="prefill", context=64)
-    with pytest.raises(UserError, match="--context is 10000000, but the model has 163840 positions; lower it"):
-        dry_run(DryRunArgs(engine=V3, context=10_000_000))
     many = DryRunArgs(engine=V3, batch=100_000_000)
     with pytest.raises(UserError, match=r"--batch 100,000,000 at --context 4,096: .* 409,600,000,016 token slots"):
         many.limits(load_config("deepseek-v3"), MeshSpec.parse("dp=32"))
-    with pytest.raises(UserError, match=r"no hardware 'h300'"):
-        dry_run(DryRunArgs(engine=V3, target="h300"))
-    with pytest.raises(ValueError, match="least number of redundant experts that fits is 8"):
-        dry_run(DryRunArgs(engine=dataclasses.replace(V3, mesh="dp=24")))
-    engine = dataclasses.replace(DRAFTING, model="moonlight", weights="auto", mesh="dp=4")
-    with pytest.raises(UserError, match=r"--speculative-config .* has none"):
-        dry_run(DryRunArgs(engine=engine))
+    moonlight = dataclasses.replace(DRAFTING, model="moonlight", weights="auto", mesh="dp=4")
+    for message, options in {
+        "--step is 'train', expected one of decode, prefill, mixed": {"step": "train"},
+        "--prefill-chunk is 256, more than the --context of 64": {"step": "prefill", "context": 64},
+        "--context is 10000000, but the model has 163840 positions; lower it": {"context": 10_000_000},
+        "no hardware 'h300'": {"target": "h300"},
+        "least number of redundant experts that fits is 8": {"engine": dataclasses.replace(V3, mesh="dp=24")},
+        "--speculative-config .* has none": {"engine": moonlight},
+    }.items():
+        with pytest.raises((UserError, MeshError), match=message):
+            dry_run(DryRunArgs(**{"engine": V3} | options))
+
+
+WATCHED = """
+import sys; sys.argv[0] = 'dsjax'; from dsjax.cli import main
+try: main()
+finally: sys.stderr.write(dict(line.split(':', 1) for line in open('/proc/self/status'))['VmHWM'].split()[0])
+"""
 
 
 @pytest.mark.slow
@@ -206,19 +207,11 @@ def test_the_command_answers_in_json_for_72_ranks_and_allocates_nothing():
 
     The peak is VmHWM: `ru_maxrss` of a new process begins with what its parent held, here a whole test session.
     """
-    command = (
-        "dryrun --model deepseek-v3 --mesh dp=72 --redundant-experts 32 --step prefill --batch 2 --context 512 --json -"
-    )
-    watch = (
-        "import sys; sys.argv[0] = 'dsjax'; from dsjax.cli import main\n"
-        "try: main()\n"
-        "finally:\n"
-        "    lines = dict(line.split(':', 1) for line in open('/proc/self/status'))\n"
-        "    sys.stderr.write(lines['VmHWM'].split()[0])"
-    )
+    command = "dryrun --model deepseek-v3 --mesh dp=72 --redundant-experts 32 --step prefill --batch 2 --json -"
+    command += " --context 512"
     environment = {k: v for k, v in os.environ.items() if k != "PJRT_NPROC"}
     environment["XLA_FLAGS"] = " ".join(QUICK_COMPILATION)  # without the number of devices
-    command, root = [sys.executable, "-c", watch, *command.split()], Path(__file__).parents[3]
+    command, root = [sys.executable, "-c", WATCHED, *command.split()], Path(__file__).parents[3]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root, timeout=300, check=True)
     report = json.loads(done.stdout)
     assert report["devices"] == 72

@@ -29,14 +29,8 @@ DEVICES, EXPERTS, ROWS = 2, 4, 8
 
 
 def asked(tiny, **options):
-    engine = EngineArgs(
-        model=tiny,
-        attention_mesh=f"dp={DEVICES}",
-        expert_mesh=f"ep={EXPERTS}",
-        page_size=4,
-        kernels="plain",
-        **options,
-    )
+    meshes = {"attention_mesh": f"dp={DEVICES}", "expert_mesh": f"ep={EXPERTS}"}
+    engine = EngineArgs(model=tiny, page_size=4, kernels="plain", **meshes, **options)
     return DryRunArgs(engine=engine, batch=ROWS, context=64)
 
 
@@ -59,6 +53,11 @@ def test_each_device_holds_its_sides_parameters_and_no_others(tiny, whole, descr
         assert getattr(whole, side).temporaries == max(memory.temp_size_in_bytes for memory in programs)
 
 
+def test_the_time_of_each_program_is_counted_once(whole):
+    seconds = [one.program.lower_seconds + one.program.compile_seconds for one in whole.programs]
+    assert whole.seconds["lower and compile"] == pytest.approx(sum(seconds), rel=1e-9)
+
+
 def test_rows_and_answers_are_as_many_bytes_as_the_formula_says_and_a_layer_has_four_programs(whole):
     width, top_k, layers, room = TINY["hidden_size"], TINY["num_experts_per_tok"], 2, whole.links.capacity
     assert room == default_capacity(ROWS, top_k, EXPERTS, True)
@@ -74,20 +73,18 @@ def test_rows_and_answers_are_as_many_bytes_as_the_formula_says_and_a_layer_has_
     assert whole.links.connections == 0
     times = {one.name: (one.side, one.times) for one in whole.programs}
     attention = {f"moe_layers: {name}": ("attention", 2) for name in ("attend", "share", "receive")}
-    outside = {f"step: {place}": ("attention", 1) for place in ("before the layers", "behind them")}
+    attention |= {f"step: {place}": ("attention", 1) for place in ("before the layers", "behind them")}
     times = {name: one for name, one in times.items() if "further rounds" not in name}
-    assert times == outside | attention | {"moe_layers: compute": ("experts", 2)}
+    assert times == attention | {"moe_layers: compute": ("experts", 2)}
     assert not any(one.report.collectives for one in whole.programs)
 
 
 def test_the_programs_are_those_that_serving_compiles(tiny, whole):
     args, config = asked(tiny), load_config(tiny)
-    spec, experts = MeshSpec.parse(args.engine.mesh), expert_spec(args.engine)
-    meshes = build_both(spec, experts)
-    step = make_step(args.for_model(config), config, spec, meshes[0])
-    side = ExpertSide(step.apart, meshes[1])
-    limits = args.limits(config, spec)
-    state = device_state.describe(step, limits, 0)
+    spec = MeshSpec.parse(args.engine.mesh)
+    attention, experts = build_both(spec, expert_spec(args.engine))
+    step, limits = make_step(args.for_model(config), config, spec, attention), args.limits(config, spec)
+    side, state = ExpertSide(step.apart, experts), device_state.describe(step, limits, 0)
     programs = Programs(step, step.abstract_parameters(), state, limits, experts=side)
     programs.lower_step(programs.shape(args.decode, args.prefill)).compile()
     [serving] = side._passes.values()
@@ -129,17 +126,14 @@ def test_the_json_says_all_of_it_and_a_plan_refuses_it(whole, tmp_path):
 
 
 def test_what_does_not_go_with_two_sides_is_refused(tiny):
-    base = ["dryrun", "--model", tiny, "--attention-mesh", "dp=2"]
+    base = f"dryrun --model {tiny} --attention-mesh dp=2 --expert-mesh"
     for options, reason in (
-        (["--expert-mesh", "ep=4", "--fit"], "--fit is of one mesh"),
-        (
-            ["--expert-mesh", "ep=4", "--expert-target", "h200"],
-            "the CPU stands in for devices of both sides or of neither",
-        ),
-        (["--expert-mesh", "ep=4", "--timeline", "t.json"], "--timeline needs an accelerator"),
-        (["--expert-mesh", "ep=4", "--cluster", "h200-16"], "h200-16 is of h200, --target is cpu; give --target h200"),
-        (["--expert-mesh", "ep=5"], "redundant"),
+        ("ep=4 --fit", "--fit is of one mesh"),
+        ("ep=4 --expert-target h200", "the CPU stands in for devices of both sides or of neither"),
+        ("ep=4 --timeline t.json", "--timeline needs an accelerator"),
+        ("ep=4 --cluster h200-16", "h200-16 is of h200, --target is cpu; give --target h200"),
+        ("ep=5", "redundant"),
     ):
-        shown = CliRunner().invoke(app, [*base, *options])
+        shown = CliRunner().invoke(app, f"{base} {options}")
         assert shown.exit_code
         assert reason in " ".join((str(shown.exception or "") + shown.output).split())

@@ -33,9 +33,14 @@ def folder(tmp_path_factory):
     return str(folder)
 
 
+def asked(folder, target="cpu", **options):
+    engine = EngineArgs(model=folder, **{"page_size": 128} | options)
+    return dry_run(DryRunArgs(engine=engine, target=target, batch=ROWS, context=CONTEXT))
+
+
 @pytest.fixture(scope="module")
 def report(folder):
-    return dry_run(DryRunArgs(engine=EngineArgs(model=folder, mesh="dp=1", page_size=128), batch=ROWS, context=CONTEXT))
+    return asked(folder)
 
 
 @pytest.mark.slow
@@ -53,9 +58,7 @@ def test_weights_are_the_planners_and_the_cache_has_pages_of_both_kinds(folder, 
 
 @pytest.mark.slow
 def test_a_quantised_cache_has_bytes_of_fp8_entries_and_fp4_keys_and_the_same_operations(folder, report):
-    quantised = {"kv_cache_dtype": "fp8", "index_scores": "fp4"}
-    engine = EngineArgs(model=folder, mesh="dp=1", page_size=128, **quantised)
-    found = dry_run(DryRunArgs(engine=engine, batch=ROWS, context=CONTEXT))
+    found = asked(folder, kv_cache_dtype="fp8", index_scores="fp4")
     # An entry is 24 values, 8 bytes of scales, and 8 rotated values of two bytes; a key 8 values of half a byte, and a scale.
     entry, key = 24 + 8 + 2 * 8, 4 + 1
     context, window = 32 * (entry + key) + entry, 3 * 128 * entry + 4 * (6 * (32 + 8) + 3 * 32)
@@ -81,23 +84,17 @@ def test_operations_are_the_models_in_whole_pages_and_blocks(folder, report):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "compiler", "extra"), [("h200", "jax_cuda13_plugin", "cuda"), ("tpu-v6e", "libtpu", "tpu")]
-)
-def test_a_step_compiles_for_accelerators(folder, report, target, compiler, extra):
+@pytest.mark.parametrize(("target", "compiler"), [("h200", "jax_cuda13_plugin"), ("tpu-v6e", "libtpu")])
+def test_a_step_compiles_for_accelerators(folder, report, target, compiler):
     if importlib.util.find_spec(compiler) is None:
-        pytest.skip(f"needs the extra [{extra}]")
-    engine = EngineArgs(model=folder, mesh="dp=4", page_size=128)
-    compiled = dry_run(DryRunArgs(engine=engine, target=target, batch=ROWS, context=CONTEXT))
+        pytest.skip(f"needs {compiler}, of an extra")
+    compiled = asked(folder, target, mesh="dp=4")
     assert compiled.memory.windows == report.memory.windows
     assert compiled.costs.flops_assumed > 0
 
 
 def test_what_is_not_built_is_refused_by_name(folder):
-    def run(**options):
-        dry_run(DryRunArgs(engine=EngineArgs(model=folder, **{"page_size": 128} | options)))
-
     with pytest.raises(UserError, match="hold a multiple of 128 tokens"):
-        run(page_size=16)
+        asked(folder, page_size=16)
     with pytest.raises(UserError, match="--index-scores is fp8, and DeepSeek's code rounds"):
-        run(index_scores="fp8")
+        asked(folder, index_scores="fp8")

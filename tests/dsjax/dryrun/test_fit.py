@@ -46,11 +46,8 @@ def test_no_context_is_tried_that_has_no_room_for_the_prompts_of_a_mixed_step(mo
 
 @pytest.mark.parametrize(("room", "batch"), [(2, 0), (40, 13), (60, 60), (100_000, 65_536)])
 def test_a_larger_batch_that_drafts_less_is_found_behind_one_that_does_not_fit(monkeypatch, room, batch):
-    by_load = {
-        "method": "mtp",
-        "num_speculative_tokens": 2,
-        "num_speculative_tokens_per_batch_size": [[1, 40, 2], [41, 64, 0]],
-    }
+    by_load = {"method": "mtp", "num_speculative_tokens": 2}
+    by_load["num_speculative_tokens_per_batch_size"] = [[1, 40, 2], [41, 64, 0]]
     engine = EngineArgs(model="demo", page_size=4, gpu_memory_utilization=1.0, speculative_config=by_load)
     monkeypatch.setattr("dsjax.dryrun.memory.compile_step", lambda asked, *_: asked)
     monkeypatch.setattr(DeviceMemory, "of", lambda asked: SimpleNamespace(total=asked.rows * (1 + asked.drafts)))
@@ -64,9 +61,8 @@ def test_one_more_row_or_page_would_not_fit(monkeypatch):
 
     def compiled(asked, *_):
         slots = asked.engine.cache_tokens or asked.rows * asked.row_tokens
-        totals[asked.rows, asked.row_tokens, asked.engine.cache_tokens] = size = (
-            10_000 + 1152 * slots + 64 * -(-asked.rows * 700 // 64) + 4 * asked.row_tokens**2
-        )
+        size = 10_000 + 1152 * slots + 64 * -(-asked.rows * 700 // 64) + 4 * asked.row_tokens**2
+        totals[asked.rows, asked.row_tokens, asked.engine.cache_tokens] = size
         return SimpleNamespace(total=size)
 
     monkeypatch.setattr("dsjax.dryrun.memory.compile_step", compiled)

@@ -51,10 +51,8 @@ def test_a_file_of_the_users_needs_every_field_and_every_source(tmp_path):
 )
 def test_a_field_of_the_wrong_kind_is_named(tmp_path, found, message):
     text = (resources.files("configs") / "hardware" / "h200.toml").read_text(encoding="utf-8")
-    field = found.partition(" ")[0]
-    top, _, _ = text.partition("[xla]")
-    lines = [line for line in top.splitlines() if not line.startswith(f"{field} =")]
-    file = tmp_path / "mine.toml"
-    file.write_text("\n".join([*lines, "sources = {}"] if field != "sources" else lines) + f"\n{found}\n")
+    field, file = found.partition(" ")[0], tmp_path / "mine.toml"
+    lines = [line for line in text.partition("[xla]")[0].splitlines() if not line.startswith(f"{field} =")]
+    file.write_text("\n".join([*lines, *["sources = {}"] * (field != "sources"), found, ""]))
     with pytest.raises(UserError, match=re.escape(f"hardware 'mine': {message}")):
         load_hardware(file)

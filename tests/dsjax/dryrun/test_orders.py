@@ -33,11 +33,10 @@ def only(found, against=None, known=KNOWN_ORDERS):
 
 def test_what_the_compiler_chose_is_open_until_another_program_of_its_kind_has_the_same():
     fixed = norm("in sequence", depends=())
+    untold = [norm(is_complete=False)]
     assert only([norm()]).could_depend
     assert not only([norm()], against=[norm()]).could_depend
-    assert only(
-        [norm(is_complete=False)], against=[norm(is_complete=False)]
-    ).could_depend  # equal words, but not all of the order
+    assert only(untold, against=untold).could_depend, "equal words, but not all of the order"
     assert not only([fixed]).could_depend
     row = only([fixed], against=[dataclasses.replace(fixed, depth=8)])
     assert row.could_depend, "what another program makes otherwise depends even where each order is fixed"
@@ -55,17 +54,34 @@ def test_what_the_compiler_chose_is_open_until_another_program_of_its_kind_has_t
 
 
 def test_an_unexplained_sum_fails_and_an_entry_explains_neither_another_carrier_nor_another_place():
-    report = order_report({"step": [norm(op_name="jit(run)/indexer/reduce_sum")]}, {})
+    indexer = norm(op_name="jit(run)/indexer/reduce_sum")
     with pytest.raises(UserError, match=r"1 sums could .*indexer/reduce_sum of the step .*known_orders\.py"):
-        report.check()
+        order_report({"step": [indexer]}, {}).check()
     entry = KnownOrder("why", ("reduce",), "terms", "indexer/reduce_sum", "Because.", "nothing.")
-    order_report({"step": [norm(op_name="jit(run)/indexer/reduce_sum")]}, {}, (entry,)).check()
-    order_report({"step": [norm(op_name="jit(run)/indexer/reduce_sum", depends=())]}, {}).check()
-    entry = KnownOrder("why", ("reduce",), "terms", "norm/reduce_sum", "Because.", "nothing.")
+    order_report({"step": [indexer]}, {}, (entry,)).check()
+    order_report({"step": [dataclasses.replace(indexer, depends=())]}, {}).check()
+    entry = dataclasses.replace(entry, places="norm/reduce_sum")
     assert only([norm()], known=(entry,)).known is entry
     assert only([norm(op_name="jit(run)/draft/mtp_8/norm/reduce_sum")], known=(entry,)).known is entry
     assert only([norm(op_name="jit(run)/inner_norm/reduce_sum")], known=(entry,)).known is None
     assert only([dataclasses.replace(norm(), carrier="scatter")], known=(entry,)).known is None
+
+
+@pytest.mark.parametrize(
+    ("place", "carrier", "what", "reason"),
+    [
+        ("compressed_project/dense_splits/reduce_sum", "reduce", "terms", "product-splits"),
+        ("compressed_output/dot_general", "product", "dot", "compiled-products"),
+        ("compressed_output/psum", "collective", "all-reduce", "tp-partials"),
+        ("cache_write/vmap()/reduce_sum", "reduce", "terms", "entry-norms"),
+        ("head/reduce_sum", "reduce", "terms", "row-sums"),
+        ("cache_write/dot_general", "product", "dot", None),
+        ("head/scatter-add", "scatter", "terms", None),
+    ],
+)
+def test_sums_of_v4_have_their_reasons_and_others_in_its_places_none(place, carrier, what, reason):
+    row = only([dataclasses.replace(norm(op_name=f"jit(run)/{place}"), carrier=carrier, what=what)])
+    assert (row.place, row.known and row.known.name) == (place, reason)
 
 
 def test_a_place_is_the_models_scopes_and_the_operation_without_numbers_of_tokens():
@@ -120,9 +136,7 @@ def test_a_step_on_the_cpu_is_compared_with_another_mesh(tiny):
     assert found["head/dot_general"].sum.depth == TINY["hidden_size"]
 
 
-def test_the_command_prints_the_sums_of_a_mixed_step_and_fails_for_those_that_nothing_explains(
-    tiny, tmp_path, monkeypatch
-):
+def test_the_command_prints_a_mixed_steps_sums_and_fails_for_those_that_nothing_explains(tiny, tmp_path, monkeypatch):
     report = dry_run(of(tiny, "dp=2", step="mixed", batch=4), reductions=True)
     assert [(group["rows"], group["chunk"]) for group in report.request["groups"]] == [(4, 1), (2048 // 16, 16)]
     assert report.request["tokens_per_device"] == 4 + 2048

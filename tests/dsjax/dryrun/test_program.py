@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from hlo_text import program_of
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -19,15 +20,11 @@ def compiled(function, *shapes, **options):
 
 
 def test_a_line_is_read_with_its_tuple_its_operands_and_its_attributes():
-    lines = (
-        "HloModule m, is_scheduled=true\n",
-        "ENTRY %main.1 (p0: bf16[2,3], p1: s4[5]) -> (bf16[2,3], f8e4m3fn[7]) {",
-        "  %p0 = bf16[2,3]{1,0:T(8,128)(2,1)} parameter(0)",
-        '  %p1 = s4[5]{0} parameter(1), metadata={op_name="a(b)/c"}',
-        '  ROOT %t.2 = (bf16[2,3]{1,0}, /*index=1*/f8e4m3fn[7]{0}) custom-call(%p0, /*index=1*/%p1), custom_call_target="x)y"',
-        "}",
+    program = program_of(
+        "%p0 = bf16[2,3]{1,0:T(8,128)(2,1)} parameter(0)",
+        '%p1 = s4[5]{0} parameter(1), metadata={op_name="a(b)/c"}',
+        'ROOT %t.2 = (bf16[2,3]{1,0}, /*index=1*/f8e4m3fn[7]{0}) custom-call(%p0, /*index=1*/%p1), custom_call_target="x)y"',
     )
-    program = Program.parse("\n".join(lines))
     first, second, root = program.entry.operations.values()
     assert first.shapes == (Shape("bf16", (2, 3)),)
     assert (first.nbytes, second.nbytes, root.nbytes) == (12, 3, 12 + 7)
@@ -115,25 +112,19 @@ def test_a_scan_over_a_stack_moves_each_layer_once():
     assert stack <= moved <= 3.5 * stack
 
 
-ASYNCHRONOUS = """HloModule m, is_scheduled=true
-
-ENTRY %main (x: bf16[4,8], w: f32[8,8]) -> bf16[16,8] {
-  %x = bf16[4,8]{1,0} parameter(0)
-  %w = f32[8,8]{1,0} parameter(1)
-  %all-gather-start = (bf16[4,8]{1,0}, bf16[16,8]{1,0}) all-gather-start(%x), channel_id=1, \
-replica_groups=[2,4]<=[8], dimensions={0}, metadata={op_name="jit(run)/attend/all_gather"}
-  %dot = f32[8,8]{1,0} dot(%w, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  %exp = f32[8,8]{1,0} exponential(%dot)
-  %all-to-all-start = ((bf16[4,8]{1,0}), bf16[4,8]{1,0}) all-to-all-start(%x), channel_id=2, \
-replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
-  %all-to-all-done = bf16[4,8]{1,0} all-to-all-done(%all-to-all-start)
-  ROOT %all-gather-done = bf16[16,8]{1,0} all-gather-done(%all-gather-start)
-}
-"""
-
-
 def test_start_and_done_pairs_tell_what_runs_beside():
-    gather, exchange = program_collectives(Program.parse(ASYNCHRONOUS), {"dp": 2, "ep": 1, "tp": 4}, host_devices=4)
+    program = entry(
+        ["bf16[4,8]{1,0}", "f32[8,8]{1,0}"],
+        "%all-gather-start = (bf16[4,8]{1,0}, bf16[16,8]{1,0}) all-gather-start(%p0), channel_id=1, "
+        'replica_groups=[2,4]<=[8], dimensions={0}, metadata={op_name="jit(run)/attend/all_gather"}',
+        "%dot = f32[8,8]{1,0} dot(%p1, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+        "%exp = f32[8,8]{1,0} exponential(%dot)",
+        "%all-to-all-start = ((bf16[4,8]{1,0}), bf16[4,8]{1,0}) all-to-all-start(%p0), channel_id=2, "
+        "replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}",
+        "%all-to-all-done = bf16[4,8]{1,0} all-to-all-done(%all-to-all-start)",
+        "ROOT %all-gather-done = bf16[16,8]{1,0} all-gather-done(%all-gather-start)",
+    )
+    gather, exchange = program_collectives(program, {"dp": 2, "ep": 1, "tp": 4}, host_devices=4)
     assert (gather.kind, gather.axes, gather.asynchronous) == ("all-gather", ("tp",), True)
     assert gather.beside == ("dot", "exp", "all-to-all-start", "all-to-all-done")
     assert (gather.ranks, gather.neighbours, exchange.ranks, exchange.neighbours) == (4, 4, 8, 4)
@@ -145,9 +136,7 @@ def test_start_and_done_pairs_tell_what_runs_beside():
 
 def entry(parameters, *lines):
     """A program of one computation with these lines; its parameters (such as ``bf16[2,3]``) are ``%p0``, ``%p1``, …."""
-    own = [f"%p{place} = {shape} parameter({place})" for place, shape in enumerate(parameters)]
-    body = "\n".join(f"  {line}" for line in [*own, *lines])
-    return Program.parse(f"HloModule m, is_scheduled=true\n\nENTRY %main.1 (p: f32[1]) -> f32[1] {{\n{body}\n}}\n")
+    return program_of(*(f"%p{place} = {shape} parameter({place})" for place, shape in enumerate(parameters)), *lines)
 
 
 def test_a_ragged_exchange_sends_no_more_than_its_smaller_buffer_holds():

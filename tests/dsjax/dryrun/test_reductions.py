@@ -5,6 +5,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+from hlo_text import computation, program_of
 from jax import lax
 
 from dsjax.dryrun.program import Program
@@ -13,46 +14,28 @@ from dsjax.dryrun.program.reductions import program_reductions
 
 MESH = {"dp": 1, "ep": 4, "tp": 2}
 
-COMBINE = """
-%add (x: f32[], y: f32[]) -> f32[] {
-  %x = f32[] parameter(0)
-  %y = f32[] parameter(1)
-  ROOT %s = f32[] add(%x, %y)
-}
 
-%largest (x: f32[], y: f32[]) -> f32[] {
-  %x = f32[] parameter(0)
-  %y = f32[] parameter(1)
-  ROOT %s = f32[] maximum(%x, %y)
-}
+def combine(name, root, dtype="f32"):
+    parameters = (f"%{one} = {dtype}[] parameter({place})" for place, one in enumerate("xy"))
+    return computation(name, *parameters, f"ROOT %s = {dtype}[] {root}")
 
-%count (x: s32[], y: s32[]) -> s32[] {
-  %x = s32[] parameter(0)
-  %y = s32[] parameter(1)
-  ROOT %s = s32[] add(%x, %y)
-}
 
-%last (x: f32[], y: f32[]) -> f32[] {
-  %x = f32[] parameter(0)
-  ROOT %y = f32[] parameter(1)
-}
-"""
+COMBINE = "\n".join(
+    combine(*one) for one in (("add", "add(%x, %y)"), ("largest", "maximum(%x, %y)"), ("count", "add(%x, %y)", "s32"))
+) + computation("last", "%x = f32[] parameter(0)", "ROOT %y = f32[] parameter(1)")
 
 
 def sums(*lines, others="", platform="gpu"):
     """The sums of an entry computation of these lines, which may read ``%p`` of f32[8,64], ``%i`` of s32[8,1] and ``%z``, a zero."""
-    entry = "ENTRY %main (p: f32[8,64], i: s32[8,1]) -> f32[8] {\n  %p = f32[8,64]{1,0} parameter(0)\n"
-    entry += "  %i = s32[8,1]{1,0} parameter(1)\n  %z = f32[] constant(0)\n"
-    text = "HloModule m, is_scheduled=true\n" + COMBINE + others + "\n" + entry + "\n".join(f"  {x}" for x in lines)
-    return program_reductions(Program.parse(text + "\n}\n"), MESH, platform)
+    own = "%p = f32[8,64]{1,0} parameter(0)", "%i = s32[8,1]{1,0} parameter(1)", "%z = f32[] constant(0)"
+    return program_reductions(program_of(*own, *lines, others=COMBINE + others), MESH, platform)
 
 
 def fused(kind, *lines, config="", platform="gpu"):
-    inner = "%inner (q: f32[8,64], j: s32[8,1]) -> f32[8] {\n  %q = f32[8,64]{1,0} parameter(0)\n"
-    inner += "  %j = s32[8,1]{1,0} parameter(1)\n  %o = f32[] constant(0)\n" + "\n".join(f"  {x}" for x in lines)
+    own = "%q = f32[8,64]{1,0} parameter(0)", "%j = s32[8,1]{1,0} parameter(1)", "%o = f32[] constant(0)"
     call = f"ROOT %f = f32[8]{{0}} fusion(%p, %i), kind={kind}, calls=%inner"
     config = f", backend_config={{{config}}}" if config else ""
-    return sums(call + config, others=inner + "\n}\n", platform=platform)
+    return sums(call + config, others=computation("inner", *own, *lines), platform=platform)
 
 
 ROW_SUM = (
@@ -60,12 +43,10 @@ ROW_SUM = (
 )
 
 
-def triton(*tiles, warps=4, kind="__triton"):
-    sizes = ",".join('{"sizes":["' + '","'.join(map(str, tile)) + '"]}' for tile in tiles)
-    return (
-        f'"fusion_backend_config":{{"kind":"{kind}","block_level_fusion_config":{{"num_warps":"{warps}",'
-        f'"output_tiles":[{sizes}]}}}}'
-    )
+def triton(*tile, warps=4, kind="__triton"):
+    level = {"num_warps": str(warps), "output_tiles": [{"sizes": [str(size) for size in tile]}]}
+    config = json.dumps({"kind": kind, "block_level_fusion_config": level}, separators=(",", ":"))
+    return f'"fusion_backend_config":{config}'
 
 
 @pytest.mark.parametrize(
@@ -125,7 +106,7 @@ def test_a_collective_belongs_to_what_it_adds_and_of_what_one_device_has_is_told
     ("kind", "config", "platform", "order", "depends"),
     [
         ("kLoop", "", "gpu", "in sequence", ()),  # one thread adds
-        ("kCustom", triton((1, 64)), "gpu", "tile 1×64, 4 warps", ("compiler",)),
+        ("kCustom", triton(1, 64), "gpu", "tile 1×64, 4 warps", ("compiler",)),
         ("kInput", "", "gpu", "", ("compiler",)),  # the emitter of row sums tells nothing
         ("kLoop", "", "cpu", "", ("compiler",)),
         ("kInput", "", "cpu", "", ("compiler",)),
@@ -144,7 +125,7 @@ DOT = (
     'metadata={op_name="jit(run)/head/dot_general"}, backend_config={"sizes":["16"]}'
 )
 
-NESTED = triton((16, 8), warps=2, kind="__triton_nested_gemm_fusion")
+NESTED = triton(16, 8, warps=2, kind="__triton_nested_gemm_fusion")
 OLDER = '"fusion_backend_config":{"kind":"__triton_gemm","triton_gemm_config":{"block_m":"16","block_k":"64","split_k":"4"}}'
 
 
@@ -219,11 +200,8 @@ def test_a_kernel_says_its_chunks_and_what_chose_them(quote):
 )
 def test_a_scatter_that_adds_is_atomic_on_a_gpu_unless_its_places_are_unique(platform, attributes, order, depends):
     line = f"ROOT %r = f32[8,64]{{1,0}} scatter(%p, %i, %p), update_window_dims={{1}}, to_apply=%add{attributes}"
-    for found in (
-        sums(line, platform=platform),
-        fused("kInput", line.replace("%p", "%q").replace("%i", "%j"), platform=platform),
-    ):
-        (one,) = found
+    inner = line.replace("%p", "%q").replace("%i", "%j")
+    for (one,) in (sums(line, platform=platform), fused("kInput", inner, platform=platform)):
         assert (one.carrier, one.order, one.depends) == ("scatter", order, depends)
 
 
@@ -252,7 +230,7 @@ def test_a_loop_that_adds_up_is_a_sum_in_turns_and_one_that_replaces_what_it_car
 
 def test_programs_differ_where_a_sum_has_other_chunks_other_terms_or_is_not_there():
     def ways(**tiles):
-        found = {place: fused("kCustom", ROW_SUM, config=triton((1, tile)))[0] for place, tile in tiles.items()}
+        found = {place: fused("kCustom", ROW_SUM, config=triton(1, tile))[0] for place, tile in tiles.items()}
         return signatures(found.values(), lambda one: next(name for name, other in found.items() if other is one))
 
     here, there = ways(a=64, b=32, c=16), ways(a=64, b=64)

@@ -3,9 +3,10 @@
 import itertools
 from fractions import Fraction
 
+from hlo_text import computation
+from hlo_text import program_of as entry
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_tpu_programs import entry
 
 from dsjax.dryrun.program import COMPUTE, OperationCost, play, program_collectives
 
@@ -84,22 +85,13 @@ def test_a_synchronous_collective_stops_the_compute_thread():
     assert (found.seconds, path(found)) == (7, ["a", "g", "b"])
 
 
-LOOP = """%condition (t: f32[8]) -> pred[] {{
-  %t = f32[8]{{0}} parameter(0)
-  ROOT %less = pred[] compare(%t, %t), direction=LT
-}}
-
-%body (t: f32[8]) -> f32[8] {{
-  %x = f32[8]{{0}} parameter(0)
-{0}
-}}
-"""
+CONDITION = computation("condition", "%t = f32[8]{0} parameter(0)", "ROOT %less = pred[] compare(%t, %t), direction=LT")
 
 
 def loop(*lines, count=None):
     known = f', backend_config={{"known_trip_count":{{"n":"{count}"}}}}' if count else ""
     line = f"%w = f32[8]{{0}} while(%x), condition=%condition, body=%body{known}"
-    return line, LOOP.format("\n".join(f"  {one}" for one in lines))
+    return line, CONDITION + computation("body", PARAMETER, *lines)
 
 
 def test_loops_with_transfers_are_played_turn_by_turn_and_one_from_before_delays_the_first_turn_only():
@@ -125,10 +117,7 @@ def test_a_loop_without_transfers_is_one_span_however_long_it_is():
 
 
 def test_of_a_conditional_the_longest_branch_runs():
-    branches = "\n".join(
-        f"%{name} (t: f32[8]) -> f32[8] {{\n  %x = f32[8]{{0}} parameter(0)\n  %{op} = f32[8]{{0}} negate(%x)\n}}\n"
-        for name, op in (("yes", "a"), ("no", "b"))
-    )
+    branches = computation("yes", PARAMETER, compute("a")) + computation("no", PARAMETER, compute("b"))
     line = "%c = f32[8]{0} conditional(%x, %x, %x), branch_computations={%yes, %no}"
     assert path(played(entry(PARAMETER, line, others=branches), a=3, b=5)) == ["b"]
 

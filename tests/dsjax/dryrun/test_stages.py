@@ -28,7 +28,6 @@ def test_the_stages_together_have_the_models_parameters_each_its_cache_and_no_pr
     assert ("embedding" in first.parameters, "head" in first.parameters) == (True, False)
     assert ("embedding" in last.parameters, "head" in last.parameters) == (False, True)
     assert [stage.parameters["attention"] for stage in stages.stages] == [31 * 187_107_328, 30 * 187_107_328]
-    first, last = stages.stages
     pages = 4 * 256 // 16 + 1
     assert [stage.memory.cache for stage in stages.stages] == [layers * pages * 16 * 576 * 2 for layers in (31, 30)]
     assert first.request["hidden_bytes"] == 4 * 7168 * 2  # four rows of a DP rank, in bfloat16

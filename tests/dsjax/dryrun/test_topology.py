@@ -24,14 +24,13 @@ HAS_TPU_COMPILER = importlib.util.find_spec("libtpu") is not None
 HAS_CUDA_COMPILER = importlib.util.find_spec("jax_cuda13_plugin") is not None
 
 
-def for_gpus(test: Callable) -> Callable:
-    """A slow test that needs the compiler for NVIDIA's GPUs, and no GPU."""
-    return pytest.mark.slow(pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda]")(test))
+def needs(has_compiler: bool, extra: str) -> Callable[[Callable], Callable]:
+    """Mark a slow test that needs a compiler for accelerators, and no accelerator."""
+    skip = pytest.mark.skipif(not has_compiler, reason=f"needs the extra [{extra}]")
+    return lambda test: pytest.mark.slow(skip(test))
 
 
-def for_tpus(test: Callable) -> Callable:
-    """A slow test that needs the compiler for TPUs, and no TPU."""
-    return pytest.mark.slow(pytest.mark.skipif(not HAS_TPU_COMPILER, reason="needs the extra [tpu]")(test))
+for_gpus, for_tpus = needs(HAS_CUDA_COMPILER, "cuda"), needs(HAS_TPU_COMPILER, "tpu")
 
 
 # Tests that share what is compiled stay in one process (`pytest --dist loadgroup`).
@@ -40,15 +39,9 @@ TIMELINES, SUMS = (pytest.mark.xdist_group(name) for name in ("timelines", "sums
 
 @pytest.mark.parametrize(
     ("name", "devices", "shape"),
-    [
-        ("h200", 32, (4, 1, 8)),
-        ("h200", 2, (1, 1, 2)),
-        ("h200", 12, (2, 1, 8)),
-        ("gb200", 36, (1, 9, 4)),
-        ("gb200", 144, (2, 18, 4)),
-        ("gb200", 3, (1, 1, 3)),
-    ],
-)
+    [("h200", 32, (4, 1, 8)), ("h200", 2, (1, 1, 2)), ("h200", 12, (2, 1, 8)), ("gb200", 36, (1, 9, 4)), ("gb200", 144, (2, 18, 4)),
+     ("gb200", 3, (1, 1, 3))],
+)  # fmt: skip
 def test_domains_hosts_and_devices_hold_the_mesh(name, devices, shape):
     assert cuda_shape(load_hardware(name), devices) == shape
 
@@ -81,7 +74,7 @@ def dry_run(command: str) -> dict:
     """The JSON of a dry run in a process of its own, whose devices nobody has chosen yet."""
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
     done = subprocess.run(
-        [sys.executable, "-m", "dsjax", *command.split()],
+        [sys.executable, "-m", "dsjax", "dryrun", *command.split(), "--json", "-"],
         capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[3], timeout=900, check=True,
     )  # fmt: skip
     return json.loads(done.stdout)
@@ -100,9 +93,7 @@ def for_32_gpus(tmp_path_factory) -> Callable[..., tuple[dict, Path]]:
     @functools.cache
     def run(options: str) -> tuple[dict, Path]:
         folder = tmp_path_factory.mktemp("timeline")
-        command = (
-            f"dryrun --model deepseek-v3 --mesh dp=32 --target h200 {options} --json - --timeline {folder}/t.json.gz"
-        )
+        command = f"--model deepseek-v3 --mesh dp=32 --target h200 {options} --timeline {folder}/t.json.gz"
         return dry_run(command), folder
 
     return run
@@ -158,7 +149,7 @@ def test_a_step_for_32_gpus_has_asynchronous_dispatch_and_fits(step, options, fo
     ],
 )
 def test_a_step_compiles_for_gpus_other_than_hopper(target, options):
-    report = dry_run(f"dryrun {options} --target {target} --json -")
+    report = dry_run(f"{options} --target {target}")
     assert report["platform"] == "gpu"
     plain = {operation for operation, name in report["kernels"].items() if name != "pallas"}
     assert plain == {"router", "hyper-connections"}
@@ -168,7 +159,7 @@ def test_a_step_compiles_for_gpus_other_than_hopper(target, options):
 @for_gpus
 @pytest.mark.parametrize(("target", "method"), [("h200", "hierarchical"), ("gb200", "padded")])
 def test_tokens_go_in_two_stages_unasked_between_hosts_and_straight_where_nvlink_joins_them(target, method):
-    report = dry_run(f"dryrun --model demo --mesh dp=16 --target {target} --batch 96 --context 512 --json -")
+    report = dry_run(f"--model demo --mesh dp=16 --target {target} --batch 96 --context 512")
     assert report["dispatch"] == method
     sent = [(one["bytes_inside"], one["bytes_between"]) for one in report["collectives"] if one["kind"] == "all-to-all"]
     assert len(sent) >= (4 if method == "hierarchical" else 2)
@@ -199,11 +190,8 @@ def test_in_two_halves_every_exchange_has_something_computed_beside_it(for_32_gp
 @for_tpus
 @pytest.mark.parametrize("step", ["decode", "prefill"])
 def test_a_step_for_tpus_counts_its_layers_and_its_products(step, tmp_path):
-    command = (
-        f"dryrun --model demo --mesh dp=2,tp=2 --target tpu-v5e --step {step} --context 512 --json - "
-        f"--timeline {tmp_path}/t.json"
-    )
-    report = dry_run(command)
+    options = f"--target tpu-v5e --step {step} --context 512 --timeline {tmp_path}/t.json"
+    report = dry_run(f"--model demo --mesh dp=2,tp=2 {options}")
     layers = {one["times"] for one in report["collectives"] if "mla_output" in one["op_name"]}
     assert sum(layers) == 5  # one dense layer and four with experts, or all in one loop
     tokens = report["tokens_per_device"] * 2
@@ -216,9 +204,8 @@ def test_a_step_for_tpus_counts_its_layers_and_its_products(step, tmp_path):
 
 @for_gpus
 def test_the_exchange_of_experts_for_32_gpus_sends_three_and_keeps_one_layers_slots():
-    report = dry_run(
-        "dryrun --model deepseek-v3 --mesh dp=32 --weights fp8 --target h200 --redundant-experts 32 --enable-eplb --json -"
-    )
+    balanced = "--redundant-experts 32 --enable-eplb"
+    report = dry_run(f"--model deepseek-v3 --mesh dp=32 --weights fp8 --target h200 {balanced}")
     found, memory = report["rebalance"], report["device_bytes"]
     assert found["expert_bytes"] == 44_050_944
     assert found["sent_bytes"] == 3 * 44_050_944 <= found["max_bytes_per_step"]
@@ -236,7 +223,7 @@ DRAFTS = """--speculative-config {"method":"mtp","num_speculative_tokens":1}"""
 @functools.cache
 def sums_of(command: str) -> dict:
     """The sums in a step's programs; the command fails where one could depend on the layout or the batch and is not explained."""
-    return dry_run(f"dryrun {command} --reductions --json -")["reductions"]
+    return dry_run(f"{command} --reductions")["reductions"]
 
 
 def at(found: dict, place: str) -> list[dict]:
@@ -245,10 +232,14 @@ def at(found: dict, place: str) -> list[dict]:
 
 def gpu_sums(step: str, more: str = "--devices-per-host 32", drafts: str = DRAFTS) -> dict:
     """Give the sums of a step on 32 H200s, which are one host unless something else is said, so that rows are sent straight."""
-    drafts = drafts if step == "decode" else ""
-    return sums_of(
-        f"--model deepseek-v3 --mesh dp=32 --target h200 --step {step} --against batch=1 --against mesh=dp=4,tp=8 {drafts} {more}"
-    )
+    others = f"--against batch=1 --against mesh=dp=4,tp=8 {drafts if step == 'decode' else ''}"
+    return sums_of(f"--model deepseek-v3 --mesh dp=32 --target h200 --step {step} {others} {more}")
+
+
+def assert_explained(found: dict) -> None:
+    """Some sums could depend on the layout or the batch, each is explained, and every kernel says in which chunks it adds."""
+    assert found["unexplained"] == 0 < found["could_depend"] < len(found["sums"])
+    assert "unknown" not in {one["carrier"] for one in found["sums"]}
 
 
 @for_gpus
@@ -256,25 +247,28 @@ def gpu_sums(step: str, more: str = "--devices-per-host 32", drafts: str = DRAFT
 @pytest.mark.parametrize("step", ["decode", "prefill", "mixed"])
 def test_each_sum_of_a_gpus_step_has_an_order_of_its_own_or_an_explanation(step):
     found = gpu_sums(step)
-    assert found["unexplained"] == 0 < found["could_depend"] < len(found["sums"])
+    assert_explained(found)
     assert {one["program"] for one in found["sums"]} == ({"step", "drafts"} if step == "decode" else {"step"})
-    # Every kernel says in which chunks it adds. The residual's sum goes from layer to layer and is the same always.
-    assert "unknown" not in {one["carrier"] for one in found["sums"]}
+    # The residual's sum goes from layer to layer and is the same always.
     assert [(one["depth"], one["could_depend"]) for one in at(found, "while")] == [(3, False), (58, False)]
     # One device has all of the depth, eight have parts of it. Of a mixed step XLA makes one collective of the two groups' sums.
-    (partials,) = [
-        one
-        for one in found["sums"]
-        if one["carrier"] == "collective" and one["program"] == "step" and one["place"].startswith("mla_output/")
-    ]
+    collectives = (one for one in found["sums"] if (one["carrier"], one["program"]) == ("collective", "step"))
+    (partials,) = (one for one in collectives if one["place"].startswith("mla_output/"))
     assert (partials["times"], partials["axes"], list(partials["otherwise"])) == (0, ["tp"], ["mesh=dp=4,tp=8"])
 
 
 @for_gpus
 def test_each_sum_of_rows_that_go_in_two_stages_has_an_explanation_too():
-    found = gpu_sums("decode", "", drafts="")  # other tests have drafts
-    assert found["unexplained"] == 0 < found["could_depend"] < len(found["sums"])
-    assert "unknown" not in {one["carrier"] for one in found["sums"]}
+    assert_explained(gpu_sums("decode", "", drafts=""))  # other tests have drafts
+
+
+V4_SUMS = "--model deepseek-v4-flash --mesh dp=8 --target h200 --weights mxfp4 --batch 32 --against batch=1"
+
+
+@for_gpus
+@SUMS
+def test_each_sum_of_v4s_decode_step_has_an_explanation():
+    assert_explained(sums_of(V4_SUMS))
 
 
 @for_tpus
@@ -282,17 +276,14 @@ def test_each_sum_of_rows_that_go_in_two_stages_has_an_explanation_too():
 @pytest.mark.parametrize("step", ["decode", "prefill", "mixed"])
 def test_each_sum_of_a_tpus_step_has_an_order_of_its_own_or_an_explanation(step, small_model):
     found = tpu_sums(step, small_model)
-    assert found["unexplained"] == 0 < found["could_depend"] < len(found["sums"])
-    assert "unknown" not in {one["carrier"] for one in found["sums"]}
+    assert_explained(found)
     scattered = at(found, "experts/dispatch/experts/scatter-add")
     assert {(one["carrier"], one["known"]) for one in scattered} == {("scatter", "expert-scatter")}
 
 
-def tpu_sums(step: str, model: str, more: str = "") -> dict:
-    drafts = DRAFTS if step == "decode" else ""
-    return sums_of(
-        f"--model {model} --mesh dp=2,tp=2 --context 512 --target tpu-v6e --step {step} --against batch=1 {drafts} {more}"
-    )
+def tpu_sums(step: str, model: str) -> dict:
+    others = f"--against batch=1 {DRAFTS if step == 'decode' else ''}"
+    return sums_of(f"--model {model} --mesh dp=2,tp=2 --context 512 --target tpu-v6e --step {step} {others}")
 
 
 @pytest.fixture(scope="module")
@@ -300,10 +291,11 @@ def small_model(tmp_path_factory) -> str:
     """V3's structure in widths that the TPU's kernels take, so that its compiler needs seconds."""
     folder = tmp_path_factory.mktemp("model")
     config = json.loads((Path(__file__).parents[3] / "configs/models/deepseek-v3/config.json").read_text())
-    widths = {"hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 128, "vocab_size": 1024}
-    widths |= {"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 256, "kv_lora_rank": 256}
-    widths |= {"n_routed_experts": 32, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
-    widths |= {"num_hidden_layers": 4, "first_k_dense_replace": 2}
+    widths = {
+        "hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 128, "vocab_size": 1024, "num_attention_heads": 8,
+        "num_key_value_heads": 8, "q_lora_rank": 256, "kv_lora_rank": 256, "n_routed_experts": 32, "num_experts_per_tok": 4, "n_group": 4,
+        "topk_group": 2, "num_hidden_layers": 4, "first_k_dense_replace": 2,
+    }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config | widths))
     return str(folder)
 
@@ -313,7 +305,7 @@ def small_model(tmp_path_factory) -> str:
 @pytest.mark.skipif(not (HAS_CUDA_COMPILER and HAS_TPU_COMPILER), reason="needs the extras [cuda] and [tpu]")
 def test_no_entry_of_the_list_is_left_from_what_is_gone(small_model):
     steps = ("decode", "prefill", "mixed")
-    runs = [gpu_sums(step) for step in steps] + [tpu_sums(step, small_model) for step in steps]
+    runs = [gpu_sums(step) for step in steps] + [tpu_sums(step, small_model) for step in steps] + [sums_of(V4_SUMS)]
     used = {one["known"] for run in runs for one in run["sums"] if one["could_depend"]}
     assert used - {None} == {entry.name for entry in KNOWN_ORDERS}
 
@@ -329,10 +321,7 @@ class Refused:
 
 
 def test_what_a_compiler_refuses_is_one_message_that_says_what_to_do():
-    with pytest.raises(
-        UserError,
-        match=r"compile the step for tpu-v6e: INTERNAL: Mosaic failed .* a kernel\. --kernels plain",
-    ):
+    with pytest.raises(UserError, match=r"the step for tpu-v6e: INTERNAL: Mosaic failed .* a kernel\. --kernels plain"):
         _compile_for_accelerator(Refused(), "tpu-v6e")
     with pytest.raises(UserError, match=r"jaxlib .* cannot read .*but sees 4\); .*pip install -U 'dsjax\[tpu\]'"):
         CompiledProgram(Refused(), None, 0.0, 0.0).text()

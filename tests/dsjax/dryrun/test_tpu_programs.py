@@ -2,16 +2,11 @@
 arrays in the core's own memory."""
 
 import pytest
+from hlo_text import computation
+from hlo_text import program_of as entry
 
-from dsjax.dryrun.program import OperationCost, Program, Shape, play, program_collectives, program_costs
+from dsjax.dryrun.program import OperationCost, Shape, play, program_collectives, program_costs
 from dsjax.dryrun.program.costs import bytes_moved
-
-
-def entry(*lines, others=""):
-    body = "\n".join(f"  {line}" for line in lines)
-    return Program.parse(
-        f"HloModule m, is_scheduled=true\n\n{others}\nENTRY %main (x: f32[8]) -> f32[8] {{\n{body}\n}}\n"
-    )
 
 
 @pytest.mark.parametrize(
@@ -21,18 +16,13 @@ def entry(*lines, others=""):
         ("32,4,192", "32,2048,1", "2048,4,192", "window={size=4 pad=3_3 rhs_reversal=1}, dim_labels=bf0_i0o->b0f", 32 * 2048 * 4 * 192),
         ("4,512,32", "32,4,128", "512,4,128", "window={size=4 stride=3 lhs_dilate=4}, dim_labels=b0f_o0i->0fb", 4 * 32 * 128 * 512),
         ("32,128,4", "32,128,512", "32,4,512", "window={size=32 stride=31 lhs_dilate=32}, dim_labels=0bf_0oi->0bf", 32 * 128 * 512 * 4),
-        (
-            "4,128,32", "32,4,512", "512,4,128",
-            "window={size=4 stride=4 pad=3_3 lhs_dilate=3 rhs_reversal=1}, dim_labels=b0f_i0o->0fb", 4 * 32 * 512 * 128,
-        ),
-        ("16,5,6", "16,7,3,3", "7,3,3,4", "window={size=3x3 pad=0_0x1_1}, dim_labels=bf01_i01o->b01f", None),
+        ("4,128,32", "32,4,512", "512,4,128",
+         "window={size=4 stride=4 pad=3_3 lhs_dilate=3 rhs_reversal=1}, dim_labels=b0f_i0o->0fb", 4 * 32 * 512 * 128),
+        # A true convolution of 3 × 3 over 3 × 3: one row of outputs in, and seven of nine meetings across.
+        ("16,1,3,4", "16,7,3,3", "7,3,3,4", "window={size=3x3 pad=0_0x1_1}, dim_labels=bf01_i01o->b01f", 16 * 7 * 4 * 3 * 7),
     ],
 )  # fmt: skip
 def test_a_convolution_computes_its_product_and_not_its_holes(out, left, right, attributes, product):
-    if (
-        product is None
-    ):  # a true convolution of 3 × 3 over 3 × 3: one row of outputs in, and seven of nine meetings across
-        out, product = "16,1,3,4", 16 * 7 * 4 * 3 * 7
     program = entry(
         f"%l = bf16[{left}] parameter(0)",
         f"%r = bf16[{right}] parameter(1)",
@@ -41,24 +31,19 @@ def test_a_convolution_computes_its_product_and_not_its_holes(out, left, right, 
     assert program_costs(program).flops == 2 * product
 
 
-LOOP = """%condition (t: (s32[], s32[], f32[8])) -> pred[] {{
-  %t = (s32[], s32[], f32[8]) parameter(0)
-  %i = s32[]{{:T(128)}} get-tuple-element(%t), index=0
-  %n = s32[]{{:T(128)}} {limit}
-  ROOT %lt = pred[] compare(%i, %n), direction={direction}
-}}
-
-%body (t: (s32[], s32[], f32[8])) -> (s32[], s32[], f32[8]) {{
-  %t = (s32[], s32[], f32[8]) parameter(0)
-  %i = s32[] get-tuple-element(%t), index=0
-  %m = s32[] get-tuple-element(%t), index=1
-  %y = f32[8] get-tuple-element(%t), index=2
-  %one = s32[] constant({step})
-  %add = s32[] add(%i, %one)
-  %neg = f32[8] negate(%y)
-  ROOT %r = (s32[], s32[], f32[8]) tuple(%add, {passed}, %neg)
-}}
-"""
+def loop(limit, step, passed, direction):
+    carried = "%t = (s32[], s32[], f32[8]) parameter(0)"
+    condition = computation(
+        "condition", carried,
+        "%i = s32[]{:T(128)} get-tuple-element(%t), index=0", f"%n = s32[]{{:T(128)}} {limit}",
+        f"ROOT %lt = pred[] compare(%i, %n), direction={direction}",
+    )  # fmt: skip
+    return condition + computation(
+        "body", carried,
+        "%i = s32[] get-tuple-element(%t), index=0", "%m = s32[] get-tuple-element(%t), index=1",
+        "%y = f32[8] get-tuple-element(%t), index=2", f"%one = s32[] constant({step})", "%add = s32[] add(%i, %one)",
+        "%neg = f32[8] negate(%y)", f"ROOT %r = (s32[], s32[], f32[8]) tuple(%add, {passed}, %neg)",
+    )  # fmt: skip
 
 
 def turns(first="constant(0)", limit="constant(26)", most="constant(7)", step=1, passed="%m", direction="LT"):
@@ -71,7 +56,7 @@ def turns(first="constant(0)", limit="constant(26)", most="constant(7)", step=1,
         f"%most = s32[] {most}",
         "%t = (s32[], s32[], f32[8]) tuple(%copied, %most, %x)",
         "ROOT %w = (s32[], s32[], f32[8]) while(%t), condition=%condition, body=%body",
-        others=LOOP.format(limit=limit, step=step, passed=passed, direction=direction),
+        others=loop(limit, step, passed, direction),
     )
     (negate,) = (one for one in program.computations["body"].operations.values() if one.opcode == "negate")
     played = play(program, Seconds(), (), lambda loop: 1000)
@@ -104,33 +89,26 @@ def test_a_counter_that_goes_up_to_a_constant_tells_the_turns_and_others_are_lef
 
 
 GROUPS = "channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}"
-FUSED = f"""%begin (a: f32[8]) -> (f32[8], f32[32]) {{
-  %a = f32[8] parameter(0)
-  %g1 = f32[32] all-gather(%a), {GROUPS}, metadata={{op_name="jit(run)/experts/all_gather"}}
-  ROOT %s = (f32[8], f32[32]) custom-call(%g1), custom_call_target="AsyncCollectiveStart"
-}}
-
-%async_collective_fusion.1 (a: f32[8], b: f32[8], c: f32[32]) -> (f32[8], f32[8], f32[32]) {{
-  %a = f32[8] parameter(0)
-  %b = f32[8] parameter(1)
-  %c = f32[32] parameter(2)
-  %n = f32[8] negate(%a)
-  %g2 = f32[32] all-gather(%b), {GROUPS}
-  ROOT %t = (f32[8], f32[8], f32[32]) tuple(%n, %b, %c)
-}}
-
-%finish (b: f32[8], c: f32[32]) -> f32[32] {{
-  %b = f32[8] parameter(0)
-  %c = f32[32] parameter(1)
-  %g3 = f32[32] all-gather(%b), {GROUPS}
-  ROOT %d = f32[32] custom-call(%b, %c, %g3), custom_call_target="AsyncCollectiveDone"
-}}
-
-%scatter (a: f32[8]) -> f32[2] {{
-  %a = f32[8] parameter(0)
-  ROOT %h = f32[2] reduce-scatter(%a), channel_id=2, replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}
-}}
-"""
+FUSED = (
+    computation(
+        "begin", "%a = f32[8] parameter(0)",
+        f'%g1 = f32[32] all-gather(%a), {GROUPS}, metadata={{op_name="jit(run)/experts/all_gather"}}',
+        'ROOT %s = (f32[8], f32[32]) custom-call(%g1), custom_call_target="AsyncCollectiveStart"',
+    )
+    + computation(
+        "async_collective_fusion.1", "%a = f32[8] parameter(0)", "%b = f32[8] parameter(1)", "%c = f32[32] parameter(2)",
+        "%n = f32[8] negate(%a)", f"%g2 = f32[32] all-gather(%b), {GROUPS}",
+        "ROOT %t = (f32[8], f32[8], f32[32]) tuple(%n, %b, %c)",
+    )
+    + computation(
+        "finish", "%b = f32[8] parameter(0)", "%c = f32[32] parameter(1)", f"%g3 = f32[32] all-gather(%b), {GROUPS}",
+        'ROOT %d = f32[32] custom-call(%b, %c, %g3), custom_call_target="AsyncCollectiveDone"',
+    )
+    + computation(
+        "scatter", "%a = f32[8] parameter(0)",
+        "ROOT %h = f32[2] reduce-scatter(%a), channel_id=2, replica_groups={{0,1,2,3}}, dimensions={0}",
+    )
+)  # fmt: skip
 
 
 def test_a_collective_in_fusions_is_one_and_overlaps_what_is_fused_with_it():

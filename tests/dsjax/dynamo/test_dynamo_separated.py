@@ -1,11 +1,11 @@
 """Dynamo's frontend before prefill and decode workers, of one and of two processes: every answer is that of one engine."""
 
-import json
 import signal
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
+from waits import until
 from with_dynamo import WITH_DYNAMO
 
 pytestmark = [pytest.mark.dynamo, WITH_DYNAMO, pytest.mark.slow]
@@ -39,19 +39,14 @@ def transfers(deployment) -> tuple[float, float]:
     return tuple(sum(decode.metric("dsjax_transfers_total", outcome=one)) for one in ("completed", "given_up"))
 
 
-def phase(worker) -> str:
-    """What a process that follows says at `/ready`."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{worker.port}/ready", timeout=60) as answer:
-        return json.load(answer)["status"]
-
-
 def test_prefill_first_then_decode_makes_the_tokens_of_one_engine(alone, deployment):
     """Pages go from each prefill process straight to the decode process."""
     assert min(len(alone.ids(text)) for text in prompts(0)) > 32
     assert deployment.ask_all(prompts(0), PARAMS) == alone.texts(prompts(0), PARAMS)
     assert transfers(deployment) == (CLIENTS, 0)
     prefill = deployment.workers["prefill"]
-    assert phase(prefill.follower) == "ready"
+    ready = f"{prefill.follower.url}/ready"  # which the follower may say after its leader has answered
+    until(lambda: httpx.get(ready).json()["status"] == "ready", every=0.1)
     assert sum(prefill.follower.metric("dsjax_follower_commands_total")) > 0
     assert sum(prefill.leader.metric("dsjax_prefill_engine_tokens_total")) > 32 * CLIENTS
     assert prefill.end() == [0, 0], prefill.last_words()

@@ -46,21 +46,18 @@ def engine_of(ranks: int, **sizes):
     events, told, routers = KvEvents(), Subscriber(ranks, 4), [Router() for _ in range(ranks)]
     for rank, router in enumerate(routers):
         events.connect(rank, router)
-    return (
-        EngineCore(executor, executor.config, attachments=attachments_of(executor.config, sinks=[told, events])),
-        routers,
-        told,
-    )
+    attachments = attachments_of(executor.config, sinks=[told, events])
+    return EngineCore(executor, executor.config, attachments=attachments), routers, told
 
 
 def parents_held(block: int, held: set[int], told: Subscriber) -> bool:
     """Whether a block and all before it are held; the router has no place for others."""
-    while block is not None:
-        if block not in held:
-            return False
+    while block in held:
         parent = told.tokens[block % 2**64][0]
-        block = None if parent is None else signed(parent)
-    return True
+        if parent is None:
+            return True
+        block = signed(parent)
+    return False
 
 
 def run(engine, tokens, **options) -> None:
@@ -89,36 +86,45 @@ def test_a_block_is_told_with_its_tokens_its_parent_and_its_salt():
     run(engine, range(12), cache_salt="mine")
     run(engine, range(8))
     run(engine, range(100, 108), cache_salt="mine")
-    salts = {(tokens, salt) for _, tokens, salt in router.blocks.values()}
-    assert {((0, 1, 2, 3), "mine"), ((4, 5, 6, 7), "mine"), ((0, 1, 2, 3), None), ((4, 5, 6, 7), None)} <= salts
-    by_block = {block: parent for block, (parent, _, _) in router.blocks.items()}
-    assert {tokens for parent, tokens, _ in router.blocks.values() if parent is None} == {
-        (0, 1, 2, 3),
-        (100, 101, 102, 103),
-    }
-    assert all(parent in by_block for parent in by_block.values() if parent is not None)
+    parents, tokens, salts = zip(*router.blocks.values(), strict=True)
+    first, second, other = (0, 1, 2, 3), (4, 5, 6, 7), (100, 101, 102, 103)
+    assert {*itertools.product((first, second), ("mine", None))} <= {*zip(tokens, salts, strict=True)}
+    assert {block for parent, block in zip(parents, tokens, strict=True) if parent is None} == {first, other}
+    assert {*parents} <= {None, *router.blocks}
 
 
-def test_blocks_that_waited_in_a_long_chain_are_told_and_one_whose_parent_never_comes_is_forgotten_with_its_page():
+@pytest.fixture
+def heard():
+    """Events of a rank that a router listens to, and a function that publishes a block of two tokens."""
     events, router = KvEvents(), Router()
     events.connect(0, router)
+
+    def store(block, parent, medium=None):
+        events.publish(0, [BlockStored([block], parent, [1, 2], 2, None, medium, None)])
+
+    return events, router, store
+
+
+def test_a_block_whose_parent_comes_late_is_told_and_one_whose_parent_never_comes_is_forgotten_with_its_page(heard):
+    events, router, store = heard
     for block in range(1, 50):  # a disk that lags writes the last page of a prompt, and not the one before it
-        child = BlockStored([1000 + block], block, [1, 2], 2, None, "disk", None)
-        events.publish(0, [child])
+        store(1000 + block, block, "disk")
         if block % 2:
-            events.publish(0, [BlockStored([block], None, [3, 4], 2, None, "disk", None)])
+            store(block, None, "disk")
             assert {block, 1000 + block} <= router.blocks.keys()
         events.publish(0, [BlockRemoved([1000 + block, block], "disk")])
     assert router.blocks == {}
     [known] = events._ranks.values()
     assert not any((known._waiting, known._parents, known._places, known._published, known._salts))
-    events, router = KvEvents(), Router()
-    events.connect(0, router)
+
+
+def test_blocks_that_waited_in_a_long_chain_are_told(heard):
+    _, router, store = heard
     last = 5 * sys.getrecursionlimit()
     for block in range(last, 1, -1):
-        events.publish(0, [BlockStored([block], block - 1, [1, 2], 2, None, None, None)])
+        store(block, block - 1)
     assert router.blocks == {}
-    events.publish(0, [BlockStored([1], None, [1, 2], 2, None, None, None)])
+    store(1, None)
     assert router.blocks.keys() == set(range(1, last + 1))
 
 

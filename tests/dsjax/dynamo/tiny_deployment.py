@@ -17,13 +17,7 @@ from worded_checkpoint import write_worded_checkpoint
 
 from dsjax import LLM, SamplingParams
 
-SIZES = {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 32,
-    "prefill_chunk": 32,
-    "page_size": 16,
-    "max_model_len": 256,
-}
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "prefill_chunk": 32, "page_size": 16, "max_model_len": 256}
 
 
 class Alone:
@@ -34,24 +28,16 @@ class Alone:
         ascii_only = tokenizers.Tokenizer(models.BPE())
         ascii_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         ascii_only.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=128, special_tokens=[BOS, EOS], initial_alphabet=letters, show_progress=False
-        )
-        ascii_only.train_from_iterator(["def main(): return value_1 = 2\n", "import numpy as np"] * 4, trainer)
-        model = write_worded_checkpoint(
-            folder, vocab_size=ascii_only.get_vocab_size(), max_position_embeddings=256, bos_token_id=0, eos_token_id=1
-        )
+        learns = {"vocab_size": 128, "special_tokens": [BOS, EOS], "initial_alphabet": letters, "show_progress": False}
+        texts = ["def main(): return value_1 = 2\n", "import numpy as np"] * 4
+        ascii_only.train_from_iterator(texts, trainers.BpeTrainer(**learns))
+        config = {"vocab_size": ascii_only.get_vocab_size(), "max_position_embeddings": SIZES["max_model_len"]}
+        model = write_worded_checkpoint(folder, **config, bos_token_id=0, eos_token_id=1)
         ascii_only.save(str(model / "tokenizer.json"))
         (model / "tokenizer_config.json").write_text(json.dumps(CONFIG | {"bos_token": BOS}))  # Dynamo takes no object
         self.engine = LLM(str(model), mesh="dp=1", **SIZES)
-        words = [(f"--{name.replace('_', '-')}", str(value)) for name, value in SIZES.items()]
-        self.options = (
-            "--model",
-            str(model),
-            "--served-model-name",
-            "tiny",
-            *(word for pair in words for word in pair),
-        )
+        sizes = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
+        self.options = (f"--model={model}", "--served-model-name=tiny", *sizes)
 
     def ids(self, text: str) -> list[int]:
         """A prompt as frontends read it: by tokenizer.json alone, which puts no begin-of-sequence token before it."""
@@ -74,7 +60,7 @@ class Deployment:
 
         self.folder, self.workers, self.frontend = folder, {}, Frontend(folder)
         url = f"{self.frontend.url}/v1"
-        self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
+        self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=240)
 
     def start(self, name: str, *options: str, kind: type = Worker):
         """Give a worker, which is not ready yet. kind: `Worker`, or `Group` for two processes."""
@@ -104,7 +90,6 @@ class Deployment:
         return self.client.completions.create(model="tiny", prompt=text, extra_body=more, **params)
 
     def ask_all(self, prompts: list[str], params: list[dict] | dict) -> list[str]:
-
         def ask(number: int) -> str:
             given = params[number] if isinstance(params, list) else params
             answer = self.complete(prompts[number], stream=number % 2 == 1, **given)

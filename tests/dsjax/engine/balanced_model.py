@@ -35,13 +35,8 @@ def load(directory: Path, mesh: str, *, eplb: dict | None = None, **options) -> 
     Prompts are computed in the form of decodes, so that it does not matter whether one is cached.
     """
     config = {"num_redundant_experts": 8, "window_size": 10**6, "step_interval": 10**6} | (eplb or {})
-    llm = LLM(
-        str(directory),
-        mesh=mesh,
-        enable_eplb=True,
-        eplb_config=config,
-        **SIZES | {"mla_prefill": "A_CC_ME"} | options,
-    )
+    options = SIZES | {"mla_prefill": "A_CC_ME", "enable_eplb": True, "eplb_config": config} | options
+    llm = LLM(str(directory), mesh=mesh, **options)
     decide_at_once(llm)
     few_buckets(llm)
     return llm
@@ -118,15 +113,20 @@ def random_row(rng, slots: int) -> np.ndarray:
     return rng.permutation(np.concatenate([np.arange(experts), rng.integers(0, experts, slots - experts)]))
 
 
-def move(llm: LLM, layer: int, row: np.ndarray) -> list[str | None]:
+def stage(llm: LLM, layer: int, row: np.ndarray) -> Iterator[str | None]:
+    """Stage a layer's experts round by round; give the error of each."""
     executor, slots = llm.executor, slots_of(llm)
-    old, errors = slots.physical_to_logical[layer], []
+    old = slots.physical_to_logical[layer]
     for moves in exchange_rounds(old, row, ranks=slots.ranks, experts=slots.per_exchange):
         pairs = int32s(int(slot) for pair in moves for slot in pair)
-        errors.append(executor.collect(executor.launch(StageExperts(layer, pairs))).error)
-    command = PlaceExperts(layer, int32s(np.flatnonzero(old != row).tolist()), int32s(row.tolist()))
-    errors.append(executor.collect(executor.launch(command)).error)
-    return errors
+        yield executor.collect(executor.launch(StageExperts(layer, pairs))).error
+
+
+def move(llm: LLM, layer: int, row: np.ndarray) -> list[str | None]:
+    errors, executor = list(stage(llm, layer, row)), llm.executor
+    changed = np.flatnonzero(slots_of(llm).physical_to_logical[layer] != row)
+    command = PlaceExperts(layer, int32s(changed.tolist()), int32s(row.tolist()))
+    return [*errors, executor.collect(executor.launch(command)).error]
 
 
 def move_all(llm: LLM, seed: int) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 from goldens.our_model import hf_tensors
 from goldens.random_weights import RandomWeights
-from layouts import TINY, write_model
+from layouts import write_model
 from tiny_tokenizer import tiny_tokenizer, write_tokenizer
-from worded_checkpoint import VOCABULARY
+from worded_checkpoint import VOCABULARY, worded_fields
 
 from dsjax.config import ModelConfig
 from dsjax.engine.text.tokenizer import Tokenizer
@@ -26,14 +26,8 @@ def write_drafting_checkpoint(directory: Path, **changed) -> Path:
     the model's layers take from the context.
     """
     tokenizer = tiny_tokenizer()
-    fields = TINY | {
-        "vocab_size": VOCABULARY,
-        "num_nextn_predict_layers": 1,
-        "first_k_dense_replace": 0,  # one kind of layer less to compile
-        "bos_token_id": tokenizer.bos_id,
-        "eos_token_id": tokenizer.eos_id,
-        **changed,
-    }
+    # No dense layers: one kind of layer less to compile.
+    fields = worded_fields(num_nextn_predict_layers=1, first_k_dense_replace=0, **changed)
     config = ModelConfig.from_dict(fields)
     tensors = hf_tensors(config, RandomWeights(7, bias_center=-0.2))
     for name, value in tensors.items():
@@ -56,5 +50,4 @@ def write_drafting_checkpoint(directory: Path, **changed) -> Path:
 def _is_printable(tokenizer: Tokenizer, token: int) -> bool:
     if token >= tokenizer.vocab_size or tokenizer.is_special(token):
         return False
-    text = tokenizer.token_bytes(token)
-    return all(32 <= byte < 127 for byte in text)
+    return all(32 <= byte < 127 for byte in tokenizer.token_bytes(token))

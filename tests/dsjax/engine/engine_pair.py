@@ -46,18 +46,9 @@ class Pair:
     """
 
     def __init__(
-        self,
-        *,
-        prefills=1,
-        ranks=(1, 1),
-        pages=(33, 33),
-        timeout=1000.0,
-        local_tokens=1,
-        decode=None,
-        engines=None,
-        generations=None,
-        windows=None,
-    ):
+        self, *, prefills=1, ranks=(1, 1), pages=(33, 33), timeout=1000.0, local_tokens=1, decode=None, engines=None,
+        generations=None, windows=None,
+    ):  # fmt: skip
         """windows: window pages of a rank of each side; None: the model has none."""
         of_sides = [{}, {}]
         if windows is not None:
@@ -66,23 +57,16 @@ class Pair:
         self.engines = [] if engines is None else engines
         for _ in range(0 if engines else prefills):
             executor = FakeExecutor(num_ranks=ranks[0], pages_per_rank=pages[0], transfers=True, **of_sides[0])
-            self.engines.append(PrefillEngine(executor, executor.config, timeout=timeout, generations=generations))
+            self.engines.append(PrefillEngine(executor, executor.config, timeout=timeout, mesh_changer=generations))
         links = [LocalLink(engine) for engine in self.engines]
-        self.lost = ()
-        self.sent = []
+        self.lost, self.sent = (), []
         for link in links:
             link.send = self._lossy(link.send)
-        executor = FakeExecutor(
-            num_ranks=ranks[1],
-            pages_per_rank=pages[1],
-            max_rows_decode=4,
-            transfers=True,
-            **(decode or {}) | of_sides[1],
-        )
+        sizes = {"max_rows_decode": 4, "transfers": True, **(decode or {}), **of_sides[1]}
+        executor = FakeExecutor(num_ranks=ranks[1], pages_per_rank=pages[1], **sizes)
         self.decode = PolledLinks(links, local_tokens=local_tokens, timeout=timeout)
         self.core = EngineCore(executor, executor.config, attachments=[*attachments_of(executor.config), self.decode])
-        self.prefill_runs = True
-        self.steps = 0
+        self.prefill_runs, self.steps = True, 0
 
     def _lossy(self, send):
         def sent(message):
@@ -105,9 +89,7 @@ class Pair:
         return self.decode.source
 
     def add(self, name, tokens, max_tokens=6, **fields):
-        request = Request(name, list(tokens), len(tokens), SamplingParams(temperature=0), max_tokens, 0)
-        for field, value in fields.items():
-            setattr(request, field, value)
+        request = Request(name, list(tokens), len(tokens), SamplingParams(temperature=0), max_tokens, 0, **fields)
         self.core.add(request)
         return request
 

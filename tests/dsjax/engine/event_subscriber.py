@@ -42,20 +42,16 @@ class Subscriber:
     def close(self) -> None:
         pass
 
-    def check(self, scheduler) -> None:
-        """It knows what each rank's tiers hold, and no more."""
+    def check(self, scheduler, windows=frozenset()) -> None:
+        """It knows what each rank's tiers hold, and no more. windows: names of window pages, of which nothing is told."""
         for index, (rank, blocks) in enumerate(zip(scheduler.ranks, self.blocks, strict=True)):
             pages = rank.pool._page_of.items()
-            found = {
-                "device": {name for name, page in pages if not rank.pool.is_window(page)},
-                "host": set(),
-                "disk": set(),
-            }
+            found = {"device": {name for name, page in pages if not rank.pool.is_window(page)}, "host": (), "disk": ()}
             for source in getattr(scheduler.source, "sources", ()):
-                if getattr(source, "host", None):  # nothing is told of window pages
+                if getattr(source, "host", None):
                     found["host"] = set(source.host[index]._names)
                 if getattr(source, "disk", None) is not None:
-                    found["disk"] = set(source.disk._names)
+                    found["disk"] = set(source.disk._names) - windows
             for tier, names in found.items():
                 untold = {block_hash(name) for name in names} - blocks[MEDIA[tier]]
                 assert untold <= (self.left_over if tier == "disk" else set()), tier

@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 from tiny_tokenizer import tiny_tokenizer
@@ -36,20 +37,16 @@ def folds(tokens: list[int]) -> list[int]:
     return list(itertools.accumulate(tokens, fold, initial=0))[1:]
 
 
-SIZES = {
-    "num_ranks": 1,
-    "max_rows_decode": 8,
-    "max_rows_prefill": 4,
-    "max_chunk": 8,
-    "page_size": 4,
-    "pages_per_rank": 65,
-}
-SIZES |= {"max_model_len": 128, "vocab_size": 300}
+SIZES = {"num_ranks": 1, "max_rows_decode": 8, "max_rows_prefill": 4, "max_chunk": 8, "page_size": 4}
+SIZES |= {"pages_per_rank": 65, "max_model_len": 128, "vocab_size": 300}
+WAITED_FOR = Step | commands.Score | commands.Flush | commands.ReadLoads | commands.StageExperts | commands.PlaceExperts
 
 
+@dataclass(eq=False)
 class Pending:
-    def __init__(self, command: Command):
-        self.command, self.result, self.done = command, None, False
+    command: Command
+    result: object = None
+    done: bool = False
 
 
 class Slot:
@@ -71,6 +68,7 @@ class FakeExecutor:
     right. Commands are executed in their order when one is waited for, so that two can be on their way.
 
     Attributes:
+        step_seconds: how long a step takes. A test may change it at any time, and so hold a step until it has seen what it looks for.
         non_finite: seeds of requests whose values are not finite from now on.
         impossible: seeds of requests for which no token is allowed, and why.
         max_under_way: the most steps that were on their way at a time.
@@ -82,23 +80,16 @@ class FakeExecutor:
     def __init__(self, *, model=next_token, step_seconds=0.0, max_in_flight=1, disk=None, **limits):
         """limits: fields of `ExecutorLimits` other than `SIZES`."""
         self.limits = ExecutorLimits(**SIZES | limits)
-        ranks, page_size = range(self.limits.num_ranks), self.limits.page_size
-        self.max_in_flight = max_in_flight
-        self.model = model
-        self.step_seconds = step_seconds
+        ranks, pages = range(self.limits.num_ranks), self.limits.pages_per_rank + self.limits.windows_per_rank
+        self.max_in_flight, self.model, self.step_seconds = max_in_flight, model, step_seconds
         self.commands: list[Command] = []
-        self.keep_commands = False
-        self.steps = 0
-        self.max_under_way = 0
-        self.computing = False
+        self.keep_commands = self.computing = self.warm = self.closed = False
+        self.steps = self.max_under_way = 0
         self.fail_at_step: int | None = None
         self.non_finite: set[int] = set()
         self.impossible: dict[int, str] = {}
-        self.warm = False
-        self.closed = False
         self._queue: deque[Pending] = deque()
-        pages = self.limits.pages_per_rank + self.limits.windows_per_rank
-        self._cache = [[[None] * page_size for _ in range(pages)] for _ in ranks]
+        self._cache = [[[None] * self.limits.page_size for _ in range(pages)] for _ in ranks]
         self._slots: list[dict[int, Slot]] = [{} for _ in ranks]
         self._host: list[dict[int, list]] = [{} for _ in ranks]
         self._staged: dict[int, list[list]] = {}
@@ -138,7 +129,7 @@ class FakeExecutor:
             head = self._queue[0]
             self.computing = isinstance(head.command, Step)
             try:
-                time.sleep(self.step_seconds if self.computing else 0)
+                self._compute_for(time.monotonic())
                 head.result = self._run(head.command)
             finally:
                 self.computing = False
@@ -146,16 +137,19 @@ class FakeExecutor:
             self._queue.popleft()
             self._run_what_nobody_waits_for()
 
+    def _compute_for(self, began: float) -> None:
+        """Take the time that a step takes; one that a test holds ends when the test lowers `step_seconds`."""
+        time.sleep(0)
+        while self.computing and (left := began + self.step_seconds - time.monotonic()) > 0:
+            time.sleep(min(left, 0.01))
+
     def pages_of(self, kind: type, rank: int) -> set[int]:
         """Pages of the commands of this kind that are on their way."""
         on_their_way = [one.command for one in self._queue if isinstance(one.command, kind)]
         return {page for command in on_their_way for page in from_int32s(command.ranks[rank])}
 
     def _run_what_nobody_waits_for(self) -> None:
-        of_experts = commands.ReadLoads | commands.StageExperts | commands.PlaceExperts
-        while self._queue and not isinstance(
-            self._queue[0].command, Step | commands.Score | commands.Flush | of_experts
-        ):
+        while self._queue and not isinstance(self._queue[0].command, WAITED_FOR):
             self._run(self._queue.popleft().command)
 
     def extension(self, kind):
@@ -241,9 +235,8 @@ class FakeExecutor:
         return None
 
     def warm_up(self, progress=None, lazily=False) -> None:
-        for done in range(1, 4):
-            if progress:
-                progress(done, 3, f"bucket {done}")
+        for done in range(1, 4) if progress else ():
+            progress(done, 3, f"bucket {done}")
         self.warm = True
 
     def shutdown(self) -> None:
@@ -275,9 +268,8 @@ class FakeExecutor:
                 [self._fetched(rank, number) for number in from_int32s(own)] for rank, own in enumerate(command.ranks)
             ]
         elif isinstance(command, commands.ReadPages):
-            for rank, (numbers, names, drops) in enumerate(
-                zip(command.ranks, command.names, command.drops, strict=True)
-            ):
+            told = zip(command.ranks, command.names, command.drops, strict=True)
+            for rank, (numbers, names, drops) in enumerate(told):
                 for number in from_int32s(drops):
                     self._landed.pop((rank, number), None)
                 for number, name in zip(from_int32s(numbers), names_of(names), strict=True):
@@ -365,12 +357,10 @@ class FakeExecutor:
         assert all(0 <= slot < self.limits.max_rows_decode for slot in used)
         guides = {guide.slot: guide for guide in own.guides}
         for slot in used:
-            guide = guides.get(slot)
-            slots[slot].masks = guide and np.frombuffer(guide.masks, "<u4").reshape(
-                -1, -(-self.limits.vocab_size // 32)
-            )
+            guide, words = guides.get(slot), -(-self.limits.vocab_size // 32)
+            slots[slot].masks = guide and np.frombuffer(guide.masks, "<u4").reshape(-1, words)
         # All tokens are written before any is read, as on a device.
-        widths = {slot: self._write_decode(rank, slots[slot], limit, step, guides.get(slot)) for slot, limit in decodes}
+        widths = {slot: self._write_decode(rank, slots[slot], limit, step.num_drafts) for slot, limit in decodes}
         for row in own.prefills:
             assert 0 < row.length <= self.limits.max_chunk
             assert row.start + row.length <= row.limit
@@ -380,12 +370,10 @@ class FakeExecutor:
             [self._prefill(rank, slots[row.slot], row, step.proposes) for row in own.prefills],
         )
 
-    def _write_decode(self, rank: int, slot: Slot, limit: int, step: Step, guide) -> int:
-        most = step.num_drafts
-        if guide is not None:
-            most = min(most, len(guide.masks) // (4 * -(-self.limits.vocab_size // 32)) - 1)
-        drafts = slot.drafts[:most]
-        tokens = [slot.last, *drafts][: max(0, limit - slot.start)]
+    def _write_decode(self, rank: int, slot: Slot, limit: int, most_drafts: int) -> int:
+        if slot.masks is not None:
+            most_drafts = min(most_drafts, len(slot.masks) - 1)
+        tokens = [slot.last, *slot.drafts[:most_drafts]][: max(0, limit - slot.start)]
         self._write(rank, slot, slot.start, tokens)
         return len(tokens)
 
@@ -442,10 +430,8 @@ class FakeExecutor:
         context = self._context(rank, slot, count)
         assert all(type(token) is int for token in context), "what is read was written"
         if self.limits.windows_per_rank:
-            behind = max(0, count - self.limits.page_size)
-            read = [
-                self._cache[rank][self._window(slot, at)][at % self.limits.page_size] for at in range(behind, count)
-            ]
+            behind, size = max(0, count - self.limits.page_size), self.limits.page_size
+            read = [self._cache[rank][self._window(slot, at)][at % size] for at in range(behind, count)]
             assert read == folds(context)[behind:], "the window holds what these tokens, and those before, have left"
         token = self.model(context, self._seed(slot), self.limits.vocab_size)
         held_back = {t: until for t, _, until in zip(*[iter(from_int32s(slot.admission.biases))] * 3, strict=True)}

@@ -17,7 +17,7 @@ from dsjax.hosts.wire import Announcement
 from dsjax.messaging.broadcast import BroadcastLog
 
 
-def options_of(count: int, heartbeat: int = 10, start: int = 60) -> list[HostOptions]:
+def options_of(count: int, heartbeat: int = 240, start: int = 60) -> list[HostOptions]:
     port = free_port()
     return [HostOptions(("127.0.0.1", port), count, index, "127.0.0.1", start, heartbeat) for index in range(count)]
 
@@ -67,8 +67,8 @@ class Pending:
 class Told:
     """An executor that remembers what it was told. wait: with emulated devices the next command starts then."""
 
-    def __init__(self, max_in_flight: int = 1, fails_at: int | None = None):
-        self.max_in_flight, self.events, self.fails_at = max_in_flight, [], fails_at
+    def __init__(self, max_in_flight: int = 1):
+        self.max_in_flight, self.events, self.fails_at = max_in_flight, [], None
         self.launched = 0
 
     def launch(self, command):

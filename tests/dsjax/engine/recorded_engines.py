@@ -27,7 +27,7 @@ from dsjax.engine.engine import attachments_of
 from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.engine.experts.expert_balancer import ExpertBalancer
 from dsjax.engine.prefill_engine import PrefillEngine
-from dsjax.engine.schedule.mesh_changer import Generation
+from dsjax.engine.schedule.mesh_changer import MeshEpoch
 from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.text.logit_rules import LogitRules
@@ -36,14 +36,6 @@ from dsjax.engine.transfer.prefill_links import LocalLink, PrefillLinks
 from dsjax.engine.transfer.send_buffers import ChunkOwner
 
 VOCABULARY = 300
-
-
-def make_executor(run: "Run", name: str, **options) -> ScriptedExecutor:
-    sizes = {"max_rows_decode": 6, "max_rows_prefill": 3, "max_chunk": 8, "page_size": 4, "pages_per_rank": 33}
-    sizes |= {"max_model_len": 128, "vocab_size": VOCABULARY, "max_in_flight": 2, **options}
-    made = ScriptedExecutor(name, run.streams.setdefault(name, []), run.clock, **sizes)
-    run.executors.append(made)
-    return made
 
 
 def make_config(executor: ScriptedExecutor, *, drafts=None, budget=16, **options) -> SchedulerConfig:
@@ -56,35 +48,6 @@ def make_config(executor: ScriptedExecutor, *, drafts=None, budget=16, **options
     )
 
 
-def make_balancer(run: "Run", **options) -> ExpertBalancer:
-    """A balancer that decides at once: `Run` has its thread's work done where it is asked for."""
-    return ExpertBalancer(EplbConfig(**({"window_size": 3, "step_interval": 6} | options)), run.clock)
-
-
-def make_core(
-    run: "Run",
-    executor: ScriptedExecutor,
-    config: SchedulerConfig,
-    *,
-    balancer: ExpertBalancer | None = None,
-    events: bool = False,
-    links: "list[ScriptedLink] | None" = None,
-    connect: "Callable[[str], ScriptedLink] | None" = None,
-    timeout: float = 1.0,
-    local_tokens: int = 1,
-    **options,
-) -> "Engine":
-    """An engine that decodes, and computes prompts itself or has them computed behind these links."""
-    parts = attachments_of(config, sinks=[EventStream(run, executor.name)] if events else ())
-    if links is not None:
-        dialer = connect and SimpleNamespace(link_to=connect, close=lambda: None)
-        parts.append(LinksInTurns(links, dialer, local_tokens=local_tokens, timeout=timeout))
-    if balancer is not None:
-        parts.append(balancer)
-    core = EngineCore(executor, config, attachments=parts, generations=Successors(), **options)
-    return Engine(run, executor.name, core)
-
-
 class LinksInTurns(PrefillLinks):
     """Links that wait for nothing: whoever could be waited for has its turn next."""
 
@@ -92,63 +55,25 @@ class LinksInTurns(PrefillLinks):
         return bool(self.source.num_under_way)
 
 
-def make_prefill(
-    run: "Run",
-    executor: ScriptedExecutor,
-    config: SchedulerConfig,
-    *,
-    balancer: ExpertBalancer | None = None,
-    events: bool = False,
-    timeout: float = 1.0,
-) -> "Prefill":
-
-    def owners(executor):
-        ranks = range(executor.limits.num_ranks)
-        return [
-            ChunkOwner(f"host-{rank}:1", True) if rank in executor.keeps_elsewhere else ChunkOwner() for rank in ranks
-        ]
-
-    parts = attachments_of(config, sinks=[EventStream(run, executor.name)] if events else ())
-    if balancer is not None:
-        parts.append(balancer)
-    options = {"owners": owners, "generations": Successors()}
-    engine = PrefillEngine(executor, config, timeout=timeout, attachments=parts, **options)
-    engine.buffers._numbers = itertools.count(1)
-    return Prefill(run, engine)
-
-
 def make_request(name: str, tokens: list[int], kind: str, max_tokens: int, seed: int, now: float, **options) -> Request:
     """A request of a kind. options: priority, cache_salt, session, dp_rank, prefill."""
-    params, words, constraint = SamplingParams(**PARAMETERS[kind]), (), None
-    stop_ids = frozenset({7, 8, 9}) if kind in STOPPED else frozenset()
-    if kind == "biased":
-        words = ((7,), (1, 2, 9), (3, 3))
-    if kind == "structured":
-        constraint = Digits()
+    params, stop_ids = SamplingParams(**PARAMETERS[kind]), frozenset({7, 8, 9} if kind in STOPPED else ())
+    words = ((7,), (1, 2, 9), (3, 3)) if kind == "biased" else ()
+    constraint = Digits() if kind == "structured" else None
     rules = LogitRules(params, VOCABULARY, stop_ids, words, constraint) if kind in RULED else None
-    return Request(
-        name,
-        list(tokens),
-        len(tokens),
-        params,
-        max_tokens,
-        seed,
-        stop_ids,
-        arrival_time=now,
-        options=RequestOptions(**options),
-        rules=rules,
-    )
+    more = {"arrival_time": now, "options": RequestOptions(**options), "rules": rules}
+    return Request(name, list(tokens), len(tokens), params, max_tokens, seed, stop_ids, **more)
 
 
 class Successors:
     """Stands for a `MeshChanger`: gives the executor that is there for when a step fails."""
 
-    needs_change, has_warmed_up = False, staticmethod(lambda: None)
+    needs_change, on_warmed_up = False, staticmethod(lambda: None)
 
     def __init__(self):
-        self.next: Generation | None = None
+        self.next: MeshEpoch | None = None
 
-    def recover_from(self, error: Exception) -> Generation:
+    def recover_from(self, error: Exception) -> MeshEpoch:
         """Go on with it; the error itself where there is none."""
         if self.next is None:
             raise error
@@ -159,12 +84,7 @@ PARAMETERS: dict[str, dict] = {
     "greedy": {"temperature": 0},
     "sampled": {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.02},
     "penalised": {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.125},
-    "biased": {
-        "temperature": 1.0,
-        "logit_bias": {5: 3.0, 9: -100.0},
-        "min_tokens": 3,
-        "allowed_token_ids": list(range(290)),
-    },
+    "biased": {"logit_bias": {5: 3.0, 9: -100.0}, "min_tokens": 3, "allowed_token_ids": list(range(290))},
     "logprobs": {"temperature": 0, "logprobs": 2},
     "prompt_logprobs": {"temperature": 0, "prompt_logprobs": 1},
     "structured": {"temperature": 0.5, "min_tokens": 2},
@@ -247,14 +167,12 @@ class Engine:
             self._outcomes.append(line_of(f"{name}:refused", str(error).encode()))
         return request
 
-    def add_meanwhile(self, *arguments, **options) -> None:
-        self._late.append(lambda: self.add(*arguments, **options))
-
     def abort(self, name: str) -> None:
         self._core.abort(name)
 
-    def abort_meanwhile(self, name: str) -> None:
-        self._late.append(lambda: self.abort(name))
+    def meanwhile(self, action: Callable[[], object]) -> None:
+        """Do it while the devices compute a step."""
+        self._late.append(action)
 
     def flush(self) -> None:
         self._core.flush_prefix_cache()
@@ -263,10 +181,10 @@ class Engine:
         self._core.part(ExpertBalancer).rebalance_now()
 
     def change(self, executor: ScriptedExecutor, config: SchedulerConfig) -> None:
-        self._core.change(lambda: Generation(executor, config))
+        self._core.change(lambda: MeshEpoch(executor, config))
 
     def survive_with(self, executor: ScriptedExecutor, config: SchedulerConfig) -> None:
-        self._core.generations.next = Generation(executor, config)
+        self._core.mesh_changer.next = MeshEpoch(executor, config)
 
     def turn(self) -> None:
         ahead = self._core.has_unfinished
@@ -291,9 +209,8 @@ class Engine:
 
 
 class Prefill:
-    def __init__(self, run: "Run", engine: PrefillEngine):
-        self._run, self.engine, self._goes_on = run, engine, True
-        run.prefills.append(self)
+    def __init__(self, engine: PrefillEngine):
+        self.engine, self._goes_on = engine, True
 
     def turn(self) -> None:
         self._goes_on = self._goes_on and self.engine.turn(wait=False)
@@ -304,7 +221,7 @@ class Prefill:
         self.engine.post(PrefillRequest(transfer, int32s(tokens[: pages * 4 + 1]), 0, pages), None)
 
     def survive_with(self, executor: ScriptedExecutor, config: SchedulerConfig) -> None:
-        self.engine.core.generations.next = Generation(executor, config)
+        self.engine.core.mesh_changer.next = MeshEpoch(executor, config)
 
     def end(self) -> None:
         """End it, unless its decode engine has."""
@@ -313,46 +230,28 @@ class Prefill:
             self.engine.core.shutdown()
 
 
-class ScriptedLink:
+class ScriptedLink(LocalLink):
     """A prefill engine of this process as a decode engine sees it.
 
     Attributes:
         lost: kinds of messages that do not reach the prefill engine.
     """
 
-    is_idle = False
-
     def __init__(self, prefill: Prefill):
-        self._link = LocalLink(prefill.engine)
+        super().__init__(prefill.engine)
         self.lost: tuple[type, ...] = ()
-
-    @property
-    def receive(self):
-        return self._link.receive
-
-    @receive.setter
-    def receive(self, receive) -> None:
-        self._link.receive = receive
 
     def send(self, message) -> None:
         if not isinstance(message, self.lost):
-            self._link.send(message)
+            super().send(message)
 
     def pull(self, number, device, address=""):
         """A chunk; what another process keeps is always there."""
-        if address:
-            return {"tokens": [[0] * 4] * CHUNK_PAGES}
-        return self._link.pull(number, device)
+        return {"tokens": [[0] * 4] * CHUNK_PAGES} if address else super().pull(number, device)
 
-    def fail(self, transfer: str = "") -> None:
-        """Tell decode that a transfer has failed; by default all have."""
-        self.receive(TransferFailed(transfer, "scripted"))
-
-    def warm_up(self, progress=None) -> None:
-        """Nothing is compiled."""
-
-    def close(self) -> None:
-        self._link.close()
+    def fail(self) -> None:
+        """Tell decode that all transfers have failed."""
+        self.receive(TransferFailed("", "scripted"))
 
 
 @dataclass
@@ -369,9 +268,62 @@ class Run:
     engines: list[Engine] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
 
-    def play(self, actions: Mapping[int, list[Callable[[], object]]], *, least: int = 0) -> None:
+    def make_executor(self, name: str, **options) -> ScriptedExecutor:
+        sizes = {"max_rows_decode": 6, "max_rows_prefill": 3, "max_chunk": 8, "page_size": 4, "pages_per_rank": 33}
+        sizes |= {"max_model_len": 128, "vocab_size": VOCABULARY, "max_in_flight": 2, **options}
+        self.executors.append(ScriptedExecutor(name, self.streams.setdefault(name, []), self.clock, **sizes))
+        return self.executors[-1]
+
+    def make_balancer(self, **options) -> ExpertBalancer:
+        """A balancer that decides at once: its thread's work is done where it is asked for."""
+        return ExpertBalancer(EplbConfig(**({"window_size": 3, "step_interval": 6} | options)), self.clock)
+
+    def make_core(
+        self,
+        executor,
+        config,
+        *,
+        links=None,
+        connect=None,
+        timeout=1.0,
+        local_tokens=1,
+        balancer=None,
+        events=False,
+        **options,
+    ) -> Engine:
+        """An engine that decodes, and computes prompts itself or has them computed behind these links.
+
+        connect: an address to a further link. events: whether a stream has those of its pages.
+        """
+        own = []
+        if links is not None:
+            dialer = connect and SimpleNamespace(link_to=connect, close=lambda: None)
+            own.append(LinksInTurns(links, dialer, local_tokens=local_tokens, timeout=timeout))
+        parts = self._parts(executor, config, balancer, events, own)
+        return Engine(
+            self, executor.name, EngineCore(executor, config, attachments=parts, mesh_changer=Successors(), **options)
+        )
+
+    def make_prefill(self, executor, config, *, timeout=1.0, balancer=None, events=False) -> Prefill:
+        """An engine that computes prompts for others."""
+
+        def owners(executor):
+            elsewhere, ranks = executor.keeps_elsewhere, range(executor.limits.num_ranks)
+            return [ChunkOwner(f"host-{rank}:1", True) if rank in elsewhere else ChunkOwner() for rank in ranks]
+
+        options = {"owners": owners, "mesh_changer": Successors(), "timeout": timeout}
+        engine = PrefillEngine(executor, config, attachments=self._parts(executor, config, balancer, events), **options)
+        engine.buffers._numbers = itertools.count(1)
+        self.prefills.append(Prefill(engine))
+        return self.prefills[-1]
+
+    def _parts(self, executor, config, balancer, events, own=()):
+        sinks = [EventStream(self, executor.name)] if events else ()
+        return [*attachments_of(config, sinks=sinks), *own, *([] if balancer is None else [balancer])]
+
+    def play(self, actions: Mapping[int, list[Callable[[], object]]]) -> None:
         """Turn after turn, with what happens before each, until nothing is left to be done."""
-        last = max([least, *actions])
+        last = max([0, *actions])
         for turn in range(4000):
             for action in actions.get(turn, ()):
                 action()

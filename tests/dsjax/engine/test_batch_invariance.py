@@ -11,10 +11,9 @@ from dsjax.errors import UserError
 from sharding import MeshSpec
 
 
-def step_of(mesh="dp=1", model=None, **options):
-    spec = MeshSpec.parse(mesh)
-    args = EngineArgs(mesh=mesh, **{"dtype": "float32"} | options)
-    return make_step(args, ModelConfig.from_dict(TINY | (model or {})), spec, spec.build())
+def step_of(model=TINY, **options):
+    args, spec = EngineArgs(**{"dtype": "float32"} | options), MeshSpec.parse("dp=1")
+    return make_step(args, ModelConfig.from_dict(model), spec, spec.build())
 
 
 @pytest.mark.parametrize(
@@ -45,7 +44,5 @@ def test_what_would_leave_a_sum_open_is_refused_with_the_reason(kernels, options
 
 
 def test_a_cache_that_native_attention_does_not_read_is_named(kernels):
-    args = EngineArgs(dtype="float32", kv_cache_dtype="bfloat16", batch_invariant=True)
-    spec = MeshSpec.parse("dp=1")
     with pytest.raises(UserError, match=r"decode attention and prefill attention have none for a cache in bfloat16"):
-        make_step(args, ModelConfig.from_dict(v4_config("wc")), spec, spec.build())
+        step_of(v4_config("wc"), kv_cache_dtype="bfloat16", batch_invariant=True)

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from watched_drafts import Watch
 
 from dsjax import LLM, SamplingParams
 
@@ -15,10 +16,8 @@ pytestmark = pytest.mark.slow
 
 def texts(llm: LLM) -> list[list[int]]:
     llm.executor.buckets = dataclasses.replace(llm.executor.buckets, decode=(4,))  # one program of decodes
-    try:
+    with llm:
         return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY)]
-    finally:
-        llm.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +32,6 @@ def test_greedy_text_is_one_devices(mesh, expected):
 
 def test_half_of_the_drafts_are_accepted_and_change_nothing(expected, monkeypatch):
     llm = LLM("demo-v4", mesh="dp=1", speculative_config={"method": "mtp", "num_speculative_tokens": 1}, **SIZES)
-    core, counts = llm.engine.core, []
-    step = core.step
-
-    def watched(*arguments, **keywords):
-        updates = step(*arguments, **keywords)
-        counts.extend([core.stats().drafts] if updates and core.stats().drafts else [])
-        return updates
-
-    monkeypatch.setattr(core, "step", watched)
+    watch = Watch(llm, monkeypatch)
     assert texts(llm) == expected
-    assert sum(count.num_accepted_tokens for count in counts) > 0.5 * sum(count.num_draft_tokens for count in counts)
+    assert sum(watch.accepted.values()) > 0.5 * sum(watch.verified.values())

@@ -1,16 +1,16 @@
-"""A model whose prompts are computed on one mesh and decoded on another gives to the bit what one device gives each request alone.
-
-These are the tests of `setup/side_options.py` and `transfer/page_chunks.py` too.
-"""
+"""A model whose prompts are computed on one mesh and decoded on another gives to the bit what one device gives each request alone. These
+are the tests of `setup/side_options.py` and `transfer/page_chunks.py` too."""
 
 import contextlib
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import pytest
 from drafting_checkpoint import write_drafting_checkpoint
-from layouts import MODELS
+from layouts import MODELS, decide_at_once
+from waits import until
 
 from dsjax import LLM, SamplingParams
 from dsjax.checkpoint.load import load
@@ -47,41 +47,34 @@ def checkpoint(tmp_path_factory):
 def requests():
     """(prompt, parameters): everything that makes tokens depend on more than the prompt's values."""
     text = "a page of the cache holds four tokens of a prompt, and this one has a good many of them"
-    fixed = {"max_tokens": 12, "ignore_eos": True, "logprobs": 0}
-    return [
-        ("ab", SamplingParams(temperature=0, **fixed)),
-        (text, SamplingParams(temperature=0, **fixed)),
-        (text, SamplingParams(temperature=0.9, top_p=0.95, seed=7, n=3, **fixed)),
-        (text[:40], SamplingParams(temperature=1.0, seed=11, **fixed | {"logprobs": 3})),
-        (text[:31] + text[:50], SamplingParams(temperature=0, presence_penalty=1.5, repetition_penalty=1.3, **fixed)),
-        (
-            text[5:],
-            SamplingParams(temperature=0, logprobs=0, max_tokens=24, structured_outputs=StructuredOutputs(json=SCHEMA)),
-        ),
-        (text[9:49], SamplingParams(temperature=0, prompt_logprobs=1, **fixed)),
-        (text, SamplingParams(temperature=0, logprobs=0, logit_bias={70: 4.0}, min_tokens=3, max_tokens=12)),
-        (text[2:60], SamplingParams(temperature=0.7, logprobs=0, seed=3, stop=["e"], max_tokens=12)),
+    usual, ends = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "logprobs": 0}, {"ignore_eos": False}
+    given = [
+        ("ab", {}),
+        (text, {}),
+        (text, {"temperature": 0.9, "top_p": 0.95, "seed": 7, "n": 3}),
+        (text[:40], {"temperature": 1.0, "seed": 11, "logprobs": 3}),
+        (text[:31] + text[:50], {"presence_penalty": 1.5, "repetition_penalty": 1.3}),
+        (text[5:], {"max_tokens": 24, "structured_outputs": StructuredOutputs(json=SCHEMA), **ends}),
+        (text[9:49], {"prompt_logprobs": 1}),
+        (text, {"logit_bias": {70: 4.0}, "min_tokens": 3, **ends}),
+        (text[2:60], {"temperature": 0.7, "seed": 3, "stop": ["e"], **ends}),
     ]
+    return [(prompt, SamplingParams(**usual | params)) for prompt, params in given]
 
 
 def made(outputs):
     """Tokens, text and log-probabilities of each answer, and those of its prompt where they were asked for."""
+    values = lambda logprobs: [one and {t: found.logprob for t, found in one.items()} for one in logprobs or ()]  # noqa: E731
     return [
-        [
-            (list(c.token_ids), c.text, c.finish_reason, values(c.logprobs), values(output.prompt_logprobs or ()))
-            for c in output.outputs
-        ]
+        (list(c.token_ids), c.text, c.finish_reason, values(c.logprobs), values(output.prompt_logprobs))
         for output in outputs
+        for c in output.outputs
     ]
-
-
-def values(logprobs):
-    return [one and {token: found.logprob for token, found in one.items()} for one in logprobs]
 
 
 def generated(llm):
     prompts, params = zip(*requests(), strict=True)
-    return llm.generate(list(prompts), list(params))
+    return made(llm.generate(list(prompts), list(params)))
 
 
 def loaded(checkpoint, **options) -> LLM:
@@ -93,51 +86,44 @@ def loaded(checkpoint, **options) -> LLM:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint, kernels):
-    llm = loaded(checkpoint)
-    assert llm.executor.model.is_exact
-    try:
-        return [llm.generate([prompt], [params])[0] for prompt, params in requests()]
-    finally:
-        llm.shutdown()
+    with loaded(checkpoint) as llm:
+        assert llm.executor.model.is_exact
+        return made(llm.generate([prompt], [params])[0] for prompt, params in requests())
 
 
 @pytest.mark.slow
 def test_tokens_and_log_probabilities_are_those_of_one_device_alone(checkpoint, expected, monkeypatch):
-    reads = []
+    reads, before = [], set(threading.enumerate())
     monkeypatch.setattr(loading, "load", lambda *args, **rest: reads.append(args) or load(*args, **rest))
-    llm = loaded(checkpoint, **OPTIONS)
-    core = llm.engine.core
-    assert len(reads) == 2, "each engine reads the weights"
-    [engine] = llm.parts.prefill_engines
-    sizes, config = llm.facts.prefill_sizes, engine.core.scheduler.config
-    assert sizes.max_num_seqs == config.max_num_seqs == 2
-    assert sizes.max_num_batched_tokens == config.max_num_batched_tokens == 32
-    assert sizes.prefill_chunk == config.prefill_chunk == 24
-    assert (llm.facts.max_num_seqs, llm.facts.max_num_batched_tokens, llm.facts.prefill_chunk) == (4, 16, 16)
-    try:
-        assert made(generated(llm)) == made(expected)
+    with loaded(checkpoint, **OPTIONS) as llm:
+        core = llm.engine.core
+        assert len(reads) == 2, "each engine reads the weights"
+        [engine] = llm.parts.prefill_engines
+        decide_at_once(SimpleNamespace(engine=engine))
+        for sizes in (llm.facts.prefill_sizes, engine.core.scheduler.config):
+            assert (sizes.max_num_seqs, sizes.max_num_batched_tokens, sizes.prefill_chunk) == (2, 32, 24)
+        assert (llm.facts.max_num_seqs, llm.facts.max_num_batched_tokens, llm.facts.prefill_chunk) == (4, 16, 16)
+        assert generated(llm) == expected
         counts = core.part(PrefillLinks).source.transfer_counts
         assert counts.completed >= 3
         assert counts.given_up == 0
         assert counts.pages > 40
         assert [load.rank for load in core.loads()] == list(range(llm.facts.dp_ranks))
-        assert made(generated(llm)) == made(expected)
+        assert generated(llm) == expected
         llm.engine.flush_prefix_cache()
         for turns in range(0, 12, 2):
             llm.engine.add_request("gone", requests()[4][0][turns:], requests()[1][1])
             for _ in range(turns):
                 llm.engine.step()
             llm.engine.abort("gone")
-        assert made(generated(llm)) == made(expected)
+        assert generated(llm) == expected
         with pytest.raises(UserError, match="cannot change while it runs"):
             llm.scale("dp=2")
-    finally:
-        llm.shutdown()
     assert engine.error is None
     assert engine.core.part(ExpertBalancer).statistics().rebalances > 0
     assert engine.num_jobs == engine.buffers.num_kept == 0
     assert all(rank.pool.num_used == 0 for side in (core, engine.core) for rank in side.scheduler.ranks)
-    assert not [thread for thread in threading.enumerate() if thread.name == "dsjax-prefill"]
+    until(lambda: not any(thread.name == "dsjax-prefill" for thread in {*threading.enumerate()} - before))
 
 
 def test_each_side_has_its_own_mesh_and_sizes_and_decode_alone_the_tiers():

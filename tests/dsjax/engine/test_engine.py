@@ -1,9 +1,9 @@
-"""From prompt to output, without threads and without JAX.
+"""From prompt to output, without threads and without JAX. These are the tests of `core.py`, `llm_engine.py`, `stats.py` and
+`text/outputs.py` too."""
 
-These are the tests of `core.py`, `llm_engine.py`, `stats.py` and `text/outputs.py` too.
-"""
-
-from types import SimpleNamespace
+from dataclasses import replace
+from unittest import mock
+from unittest.mock import Mock
 
 import pytest
 from fake_executor import FakeExecutor, expected_tokens
@@ -11,7 +11,6 @@ from tiny_tokenizer import EOS, tiny_tokenizer
 
 from dsjax.engine.contract.executor import RankResults, RowResult
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
-from dsjax.engine.engine import EngineParts
 from dsjax.engine.llm_engine import LLMEngine
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.schedule.scheduler_config import AdmissionError
@@ -21,32 +20,24 @@ from dsjax.engine.text.input_processor import PromptError
 from dsjax.errors import UserError
 
 
-def make_engine(tokenizer=None, eos=(), stream_interval=1, generations=None, **executor_options) -> LLMEngine:
+def make_engine(eos=(), stream_interval=1, generations=None, **executor_options) -> LLMEngine:
     executor = FakeExecutor(**executor_options)
-    tokenizer = tokenizer or tiny_tokenizer()
-    args, options = EngineArgs(stream_interval=stream_interval), {"eos_token_ids": eos, "generations": generations}
-    return LLMEngine(EngineParts(executor, tokenizer, executor.config, args, **options))
+    args, options = EngineArgs(stream_interval=stream_interval), {"eos_token_ids": eos, "mesh_changer": generations}
+    return LLMEngine(executor.parts(args=args, **options))
 
 
 def finish(engine: LLMEngine) -> dict:
     last = {}
     while engine.has_unfinished():
-        for output in engine.step():
-            last[output.request_id] = output
+        last |= {output.request_id: output for output in engine.step()}
     return last
 
 
-def scripted(text: str, tokenizer=None):
-    """A model that writes this text whatever the prompt, ending with the end-of-sequence token."""
-    tokenizer = tokenizer or tiny_tokenizer()
+def scripted(text: str):
+    """A model that writes this text behind the empty prompt, ending with the end-of-sequence token."""
+    tokenizer = tiny_tokenizer()
     tokens = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_id]
-    start = tokenizer.bos_id
-
-    def model(context, seed, vocab_size):
-        made = len(context) - max(i for i, token in enumerate(context) if token == start) - 1
-        return tokens[min(made, len(tokens) - 1)]
-
-    return model
+    return lambda context, seed, vocab_size: tokens[min(len(context), len(tokens)) - 1]
 
 
 def generate(engine: LLMEngine, prompt="", **params):
@@ -57,11 +48,11 @@ def generate(engine: LLMEngine, prompt="", **params):
 def test_greedy_tokens_are_the_model_s_for_many_prompts_at_once():
     engine = make_engine(num_ranks=3)
     prompts = {str(i): [1 + i, 2, 3 * i][: 1 + i % 3] + [5] * i for i in range(20)}
+    greedy = SamplingParams(temperature=0, output_kind=OutputKind.FINAL_ONLY)
     for name, prompt in prompts.items():
-        params = SamplingParams(temperature=0, max_tokens=9, output_kind=OutputKind.FINAL_ONLY)
-        engine.add_request(name, prompt, params)
+        engine.add_request(name, prompt, replace(greedy, max_tokens=9))
     outputs = finish(engine)
-    engine.add_request("text", "def main", SamplingParams(temperature=0, output_kind=OutputKind.FINAL_ONLY))
+    engine.add_request("text", "def main", greedy)
     text = finish(engine)["text"]
     assert (text.prompt, text.prompt_token_ids[0]) == ("def main", engine.tokenizer.bos_id)
     assert len(text.outputs[0].token_ids) == 16, "vLLM's default of max_tokens"
@@ -112,12 +103,11 @@ def test_end_of_sequence_is_in_the_tokens_and_not_in_the_text():
 
 
 def test_a_stop_token_names_itself_and_its_text_is_kept_only_when_asked():
-    tokenizer = tiny_tokenizer()
-    (stop_id,) = tokenizer.encode("z", add_special_tokens=False)
+    (z,) = tiny_tokenizer().encode("z", add_special_tokens=False)
     for include, text in ((False, "ab"), (True, "abz")):
         engine = make_engine(model=scripted("abzz"))
-        output = generate(engine, max_tokens=9, stop_token_ids=[stop_id], include_stop_str_in_output=include)
-        assert (output.text, output.stop_reason, output.finish_reason) == (text, stop_id, "stop")
+        output = generate(engine, max_tokens=9, stop_token_ids=[z], include_stop_str_in_output=include)
+        assert (output.text, output.stop_reason, output.finish_reason) == (text, z, "stop")
 
 
 def test_abort_gives_a_last_output_and_frees_pages_when_the_step_under_way_is_done():
@@ -137,7 +127,6 @@ def test_abort_gives_a_last_output_and_frees_pages_when_the_step_under_way_is_do
     [
         ([], {}, PromptError, "empty"),
         ([1, 300], {}, PromptError, "token 1 is 300, expected an integer from 0 to 299"),
-        ([True], {}, PromptError, "is True"),
         ({"text": "a"}, {}, PromptError, "expected prompt or prompt_token_ids"),
         ([1] * 120, {"max_tokens": 30}, AdmissionError, "maximum context length of this model is 128"),
     ],
@@ -174,22 +163,19 @@ def test_a_request_id_in_use_is_refused():
 
 
 def test_an_interrupt_before_the_mesh_changes_leaves_it_and_another_change_may_be_asked_for():
-    asked = []
-    generations = SimpleNamespace(
-        request_change=lambda *wanted: asked.append(wanted), end_request=asked.clear, take_change=bool
-    )
+    generations = Mock(poll_change=bool)
     engine = make_engine(generations=generations)
-
-    def interrupt(pending):
-        raise KeyboardInterrupt
-
     engine.add_request("r", [1, 2], SamplingParams(temperature=0, max_tokens=3))
     engine.step()
-    engine.core.executor.wait = interrupt
-    with pytest.raises(KeyboardInterrupt):
+    with (
+        mock.patch.object(engine.core.executor, "wait", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
         engine.scale("dp=2")
-    assert asked == []
-    del engine.core.executor.wait
+    assert [call for call, *_ in generations.method_calls if call.startswith(("begin", "end"))] == [
+        "begin_change",
+        "end_change",
+    ]
     assert finish(engine)["r"].outputs[0].token_ids == expected_tokens([1, 2], 3)
 
 

@@ -1,5 +1,6 @@
 """What a request gets is the same to the bit, whatever is computed beside it, before it, and where."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -42,34 +43,31 @@ ENGINES = {
         "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
 }  # fmt: skip
 # The simplest batch, which hypothesis draws first, is the longest prompt four times, in chunks of 8, with pages for one of them.
-SIZES = st.builds(
-    Sizes,
-    chunk=st.sampled_from([8, 1, 3, 5, 16, 21, 32]),
-    tokens=st.integers(8, 64),
-    pages=st.integers(MOST_PAGES + 1, 2 * MOST_PAGES),
-)
+CHUNKS, PAGES = st.sampled_from([8, 1, 3, 5, 16, 21, 32]), st.integers(MOST_PAGES + 1, 2 * MOST_PAGES)
+SIZES = st.builds(Sizes, chunk=CHUNKS, tokens=st.integers(8, 64), pages=PAGES)
+REQUESTS = st.tuples(st.sampled_from([5, 3, 6, 1, 4, 2, 7, 0]), st.sampled_from([0, 1, 3, 2, 4]))
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory, kernels):
     """``engines(mesh, **options)``: the engine of ``ENGINES`` on that mesh, made when it is first asked for."""
-    checkpoint, running = str(write_checkpoint(tmp_path_factory.mktemp("exact"), mtp=True)), []
+    checkpoint = str(write_checkpoint(tmp_path_factory.mktemp("exact"), mtp=True))
+    sizes = {"max_num_seqs": 8, "page_size": 4, "prefill_chunk": 32, "max_num_batched_tokens": 64}
+    with contextlib.ExitStack() as running:
 
-    @functools.cache
-    def engine(mesh, **options):
-        sizes = {"max_num_seqs": 8, "page_size": 4, "prefill_chunk": 32, "max_num_batched_tokens": 64}
-        llm = LLM(checkpoint, mesh=mesh, dtype="float32", **sizes, **ENGINES[mesh], **options)
-        running.append(llm)
-        # On one device rows alone and rows beside others are in shapes of their own; elsewhere one shape is compiled for both.
-        if mesh == MESH:
-            executor = getattr(llm.executor, "inner", llm.executor)
-            executor.buckets = dataclasses.replace(executor.buckets, decode=executor.buckets.decode[-1:])
-        assert llm.executor.model.is_exact
-        return llm
+        @functools.cache
+        def engine(mesh, **options):
+            llm = running.enter_context(
+                LLM(checkpoint, mesh=mesh, dtype="float32", **sizes, **ENGINES[mesh], **options)
+            )
+            # On one device rows alone and rows beside others are in shapes of their own; elsewhere one shape is compiled for both.
+            if mesh == MESH:
+                executor = getattr(llm.executor, "inner", llm.executor)
+                executor.buckets = dataclasses.replace(executor.buckets, decode=executor.buckets.decode[-1:])
+            assert llm.executor.model.is_exact
+            return llm
 
-    yield engine
-    for llm in running:
-        llm.shutdown()
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +97,7 @@ def alone(ask):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ENGINES)
 @settings(max_examples=4, deadline=None, derandomize=True)
-@given(
-    requests=st.lists(
-        st.tuples(st.sampled_from([5, 3, 6, 1, 4, 2, 7, 0]), st.sampled_from([0, 1, 3, 2, 4])), min_size=4, max_size=9
-    ),
-    sizes=SIZES,
-)
+@given(requests=st.lists(REQUESTS, min_size=4, max_size=9), sizes=SIZES)
 def test_a_request_gets_to_the_bit_what_it_gets_alone_on_one_device(ask, alone, mesh, requests, sizes):
     for request, found in zip(requests, ask(mesh, requests, sizes), strict=True):
         assert found == alone(*request)
@@ -126,15 +119,12 @@ def test_a_prompts_last_token_alone_is_computed_as_the_prompt_is(ask, alone):
 def test_what_a_turn_made_is_the_same_as_prompt_of_the_next_with_one_form_for_both(ask):
     """With `batch_invariant`, whether an answer's pages are cached or computed again, the next turn is the same."""
     (first,) = ask("dp=1", [(5, 0)], batch_invariant=True)
-    PROMPTS.append(PROMPTS[5] + list(first.tokens))
-    try:
-        (cached,) = ask("dp=1", [(8, 0)], told=False, batch_invariant=True)
-        (anew,) = ask(MESH, [(8, 0)], batch_invariant=True)
-        assert cached.of_cache > len(PROMPTS[5])
-        assert dataclasses.replace(cached, prompt_logprobs=anew.prompt_logprobs) == anew
-        assert anew.prompt_logprobs[len(PROMPTS[5]) - 1 :] == first.logprobs
-    finally:
-        PROMPTS.pop()
+    PROMPTS.append(PROMPTS[5] + list(first.tokens))  # number 8
+    (cached,) = ask("dp=1", [(8, 0)], told=False, batch_invariant=True)
+    (anew,) = ask(MESH, [(8, 0)], batch_invariant=True)
+    assert cached.of_cache > len(PROMPTS[5])
+    assert dataclasses.replace(cached, prompt_logprobs=anew.prompt_logprobs) == anew
+    assert anew.prompt_logprobs[len(PROMPTS[5]) - 1 :] == first.logprobs
 
 
 @pytest.mark.slow

@@ -4,11 +4,11 @@ These are also the tests of `afd/remote_experts.py`, `afd/expert_link.py` and `a
 in this process, each with its own devices' arrays, and speak over the loopback interface.
 """
 
-import contextlib
 import socket
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -54,31 +54,25 @@ def free_address():
 
 
 @pytest.fixture
-def ends():
-    with contextlib.ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def experts(checkpoint, ends):
+def experts(checkpoint, request):
     """``experts(address, **options)`` starts a process with experts, and ends it after the test."""
 
     def started(address, **options):
-        options = MESHES | SIZES | options
-        process = load_experts(EngineArgs(model=str(checkpoint), afd_role="expert", afd_address=address, **options))
-        ends.callback(process.close)
+        options = {"afd_role": "expert", "afd_address": address} | MESHES | SIZES | options
+        process = load_experts(EngineArgs(model=str(checkpoint), **options))
+        request.addfinalizer(process.close)
         return process
 
     return started
 
 
 @pytest.fixture
-def attention(checkpoint, ends):
+def attention(checkpoint, experts, request):
     """``attention(address, **options)`` starts an engine whose experts are there, and ends it after the test."""
 
     def started(address, **options):
         llm = LLM(str(checkpoint), **{"afd_role": "attention", "afd_address": address} | MESHES | SIZES | options)
-        ends.callback(llm.shutdown)
+        request.addfinalizer(llm.shutdown)
         return llm
 
     return started
@@ -92,11 +86,8 @@ def made(llm):
 
 
 def of_one_device(checkpoint, **options):
-    one = LLM(str(checkpoint), mesh="dp=1", dtype="float32", **SIZES, **options)
-    try:
+    with LLM(str(checkpoint), mesh="dp=1", dtype="float32", **SIZES, **options) as one:
         return made(one)
-    finally:
-        one.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +96,8 @@ def expected(checkpoint):
 
 
 def test_a_model_that_cannot_be_loaded_leaves_no_connection_to_the_experts_open(experts, attention, monkeypatch):
-    def fail(*args, **options):
-        raise UserError("the weights cannot be read")
-
-    address = free_address()
-    process = experts(address)
-    monkeypatch.setattr(loading, "load", fail)
+    process = experts(address := free_address())
+    monkeypatch.setattr(loading, "load", Mock(side_effect=UserError("the weights cannot be read")))
     with pytest.raises(UserError, match="the weights cannot be read") as kept:
         attention(address)
     until(lambda: not process.num_connections)
@@ -144,9 +131,9 @@ def test_three_processes_share_fp8_experts_and_each_may_go_by_itself(
     processes = [start(rank) for rank in range(3)]
     llm = attention(several, **options)
     assert llm.executor.model.is_exact
-    places = [process._writer.rows.copy() for process in processes]
+    places = [process._writer.placement.copy() for process in processes]
     assert made(llm) == expected
-    assert all((process._writer.rows != rows).any() for process, rows in zip(processes, places, strict=True))
+    assert all((process._writer.placement != rows).any() for process, rows in zip(processes, places, strict=True))
     held = [process.side.params["moe_layers.moe.experts.down.weight"].shape[1] for process in processes]
     assert held == [12, 12, 12]
     counts = llm.executor.extension(ExpertLinks).counts
@@ -166,7 +153,7 @@ def test_three_processes_share_fp8_experts_and_each_may_go_by_itself(
     assert [counts.losses > 0 for counts in llm.executor.extension(ExpertLinks).counts] == [False, True, True]
     assert len(comers) == 2
     for comer in comers:  # experts are where they are now
-        np.testing.assert_array_equal(comer._writer.rows, processes[0]._writer.rows)
+        np.testing.assert_array_equal(comer._writer.placement, processes[0]._writer.placement)
 
 
 def come_back(processes, start, stop):
@@ -197,9 +184,9 @@ def test_another_side_with_more_devices_takes_over_and_the_cache_stays(experts, 
     assert made(llm) == expected  # as it was
     llm.scale(expert_mesh="ep=8", afd_address=",".join(others))
     old.close()
-    calls = [process.num_calls for process in new]
+    calls, tokens = [process.num_calls for process in new], [tokens for tokens, _ in expected]
     outputs = llm.generate(PROMPTS, GREEDY)
-    assert [output.outputs[0].token_ids for output in outputs] == [tokens for tokens, _ in expected]
+    assert [output.outputs[0].token_ids for output in outputs] == tokens
     assert outputs[2].num_cached_tokens == 27  # all of its prompt but the last
     assert all(process.num_calls > before for process, before in zip(new, calls, strict=True))
     assert (llm.facts.expert_mesh, llm.facts.physical_experts_per_device) == ("ep=8", 4)
@@ -208,18 +195,14 @@ def test_another_side_with_more_devices_takes_over_and_the_cache_stays(experts, 
         llm.scale("dp=1", expert_mesh="ep=4")
     for index, prompt in enumerate(PROMPTS):
         llm.engine.add_request(str(index), prompt, GREEDY)
-    found = {}
-    for _ in range(2):
-        found.update({one.request_id: one for one in llm.engine.step() if one.finished})
+    assert not any(one.finished for _ in range(2) for one in llm.engine.step())
     llm.scale("tp=2")  # the attention side's own mesh, which finds the experts where they are now
     assert (llm.facts.mesh, llm.facts.expert_mesh) == ("tp=2", "ep=8")
-    assert len(found) < len(PROMPTS)
+    found = {}
     while llm.engine.has_unfinished():
-        found.update({one.request_id: one for one in llm.engine.step() if one.finished})
-    tokens = [found[str(index)].outputs[0].token_ids for index in range(len(PROMPTS))]
-    assert tokens == [tokens for tokens, _ in expected]
-    third = free_address()
-    last = experts(third)
+        found |= {int(one.request_id): one.outputs[0].token_ids for one in llm.engine.step()}
+    assert [found[index] for index in range(len(PROMPTS))] == tokens
+    last = experts(third := free_address())
     llm.scale(expert_mesh="ep=4", afd_address=third)  # and then the other side again
     assert made(llm) == expected
     last.close()

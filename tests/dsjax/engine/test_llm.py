@@ -1,13 +1,12 @@
-"""``dsjax.LLM`` on a tiny checkpoint: errors, interruption, and text that depends on nothing but the request.
-
-These are the tests of `device/mesh_executor.py`, `device/lowered_programs.py`, `device/step_programs.py` and `device/slots.py` too.
-"""
+"""``dsjax.LLM`` on a tiny checkpoint: errors, interruption, and text that depends on nothing but the request. These are the tests of
+`device/mesh_executor.py`, `device/lowered_programs.py`, `device/step_programs.py` and `device/slots.py` too."""
 
 import dataclasses
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -16,9 +15,11 @@ from layouts import TINY
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.commands import Step
+from dsjax.engine.contract.speculative import SpeculativeConfig
 from dsjax.engine.device.buckets import Buckets, Rectangle
 from dsjax.engine.elastic.follower import Follower
 from dsjax.engine.program_cache.folder import ProgramFolder
+from dsjax.engine.setup import loading, sizes
 from dsjax.engine.text.tokenizer import ChatTemplate
 from dsjax.errors import UserError
 from dsjax.kernels import build
@@ -34,22 +35,19 @@ def load(checkpoint, mesh="dp=1", **options) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def llm(checkpoint):
+def engine(checkpoint):
     """One device; a single program for each phase."""
-    made = load(checkpoint)
-    made.executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=False)
-    yield made
-    made.shutdown()
+    with load(checkpoint) as made:
+        made.executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=False)
+        yield made
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_left_behind(request):
-    """After each test, whatever happened in it: no request, no page in use."""
-    yield
-    for name in {"llm"} & set(request.fixturenames):
-        made = request.getfixturevalue(name)
-        assert not made.engine.has_unfinished()
-        assert [rank.pool.num_used for rank in made.engine.core.scheduler.ranks] == [0] * made.executor.limits.num_ranks
+@pytest.fixture
+def llm(engine):
+    """After each test, whatever happened in it, there is no request and no page in use."""
+    yield engine
+    assert not engine.engine.has_unfinished()
+    assert [rank.pool.num_used for rank in engine.engine.core.scheduler.ranks] == [0]
 
 
 def prompt(length: int, seed: int = 0) -> dict:
@@ -64,7 +62,12 @@ def tokens_of(outputs) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-LENGTHS = (30, 1, 17, 5, 16, 2)
+SIX = [prompt(length) for length in (30, 1, 17, 5, 16, 2)]
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    monkeypatch.setattr(loading, "load", lambda *args, **kwargs: pytest.fail("weights were read"))
 
 
 @pytest.mark.parametrize(
@@ -87,11 +90,8 @@ def test_64_bit_jax_is_refused(checkpoint):
         load(checkpoint)
 
 
-def test_weights_that_the_host_cannot_hold_are_refused_before_they_are_read(checkpoint, monkeypatch):
-    from dsjax.engine.setup import loading, sizes
-
+def test_weights_that_the_host_cannot_hold_are_refused_before_they_are_read(checkpoint, monkeypatch, no_weights):
     monkeypatch.setattr(sizes, "available_bytes", lambda: 1000)
-    monkeypatch.setattr(loading, "load", lambda *args, **kwargs: pytest.fail("weights were read"))
     with pytest.raises(UserError, match=r"GB on 2 emulated devices, and this host has .* GB of memory"):
         load(checkpoint, "dp=2")
 
@@ -105,11 +105,8 @@ def test_weights_that_the_host_cannot_hold_are_refused_before_they_are_read(chec
         ({"dispatch": "teleport"}, UserError, ["--dispatch is 'teleport'", "gather"]),
     ],
 )
-def test_what_cannot_be_is_told_before_weights_are_read(checkpoint, options, error, parts, monkeypatch):
-    from dsjax.engine.setup import loading
-
+def test_what_cannot_be_is_told_before_weights_are_read(checkpoint, options, error, parts, no_weights):
     jax.devices()  # the session's 32; before JAX has started, 64 could still be emulated
-    monkeypatch.setattr(loading, "load", lambda *args, **kwargs: pytest.fail("weights were read"))
     with pytest.raises(error) as found:
         load(checkpoint, **options)
     for part in parts:
@@ -118,17 +115,17 @@ def test_what_cannot_be_is_told_before_weights_are_read(checkpoint, options, err
 
 @pytest.mark.parametrize("is_leader", [True, False])
 def test_a_process_whose_engine_cannot_be_started_leaves_the_others_though_it_lives_on(monkeypatch, is_leader):
-    left = []
-    group = SimpleNamespace(is_leader=is_leader, leave=left.append)
-
-    def fail(*arguments, **options):
-        raise ValueError("there is no room for its cache")
-
-    monkeypatch.setattr("dsjax.engine.setup.loading.load_model", fail)
+    group, fail = Mock(is_leader=is_leader), Mock(side_effect=ValueError("there is no room for its cache"))
+    monkeypatch.setattr(loading, "load_model", fail)
     monkeypatch.setattr(Follower, "run_with", fail)
     with pytest.raises(ValueError, match="no room for its cache"):
         LLM(mesh="pp=2", group=group)
-    assert left == ["its engine could not be started"]
+    group.leave.assert_called_once_with("its engine could not be started")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(engine):
+    return tokens_of(engine.generate(SIX, greedy()))
 
 
 def test_logits_wait_for_no_running_request(llm):
@@ -141,9 +138,7 @@ def test_logits_wait_for_no_running_request(llm):
 
 
 @pytest.mark.parametrize(("where", "steps"), [("launch", 0), ("launch", 4), ("wait", 0), ("wait", 3)])
-def test_an_interrupt_leaves_nothing_running_and_the_next_call_works(llm, where, steps, monkeypatch):
-    prompts = [prompt(length) for length in LENGTHS]
-    undisturbed = tokens_of(llm.generate(prompts, greedy()))
+def test_an_interrupt_leaves_nothing_running_and_the_next_call_works(llm, undisturbed, where, steps, monkeypatch):
     undisturbed_call, calls = getattr(llm.executor, where), []
 
     def interrupted(given):
@@ -156,18 +151,16 @@ def test_an_interrupt_leaves_nothing_running_and_the_next_call_works(llm, where,
     with monkeypatch.context() as patch:
         patch.setattr(llm.executor, where, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            llm.generate(prompts, greedy())
+            llm.generate(SIX, greedy())
     assert len(calls) > steps
     assert llm.engine.core.scheduler.num_unfinished == 0
     assert len(llm.logits([[2, 3]])) == 1
-    assert tokens_of(llm.generate(prompts, greedy())) == undisturbed
+    assert tokens_of(llm.generate(SIX, greedy())) == undisturbed
 
 
 @pytest.mark.usefixtures("interrupts_are_raised")
 @pytest.mark.parametrize("interrupts", [1, 2])
-def test_an_interrupt_in_the_middle_of_a_step_waits_for_its_end(llm, interrupts, monkeypatch):
-    prompts = [prompt(length) for length in LENGTHS]
-    undisturbed = tokens_of(llm.generate(prompts, greedy()))
+def test_an_interrupt_in_the_middle_of_a_step_waits_for_its_end(llm, undisturbed, interrupts, monkeypatch):
     handler, update, calls = signal.getsignal(signal.SIGINT), llm.engine.core.scheduler.update, []
 
     def interrupted(*given):
@@ -180,17 +173,16 @@ def test_an_interrupt_in_the_middle_of_a_step_waits_for_its_end(llm, interrupts,
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.core.scheduler, "update", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            llm.generate(prompts, greedy())
+            llm.generate(SIX, greedy())
     assert len(calls) >= 4, "what was under way is waited for"
     assert signal.getsignal(signal.SIGINT) is handler
-    assert tokens_of(llm.generate(prompts, greedy())) == undisturbed
+    assert tokens_of(llm.generate(SIX, greedy())) == undisturbed
 
 
-def test_calls_of_several_threads_take_turns(llm):
-    prompts = [prompt(length) for length in LENGTHS]
-    undisturbed, (logits,) = tokens_of(llm.generate(prompts, greedy())), llm.logits([[2, 3]])
+def test_calls_of_several_threads_take_turns(llm, undisturbed):
+    (logits,) = llm.logits([[2, 3]])
     with ThreadPoolExecutor(4) as threads:
-        found = [threads.submit(llm.generate, prompts, greedy()) for _ in range(3)]
+        found = [threads.submit(llm.generate, SIX, greedy()) for _ in range(3)]
         scored = threads.submit(llm.logits, [[2, 3]])
     assert [tokens_of(each.result()) for each in found] == [undisturbed] * 3
     assert (scored.result()[0] == logits).all()
@@ -265,31 +257,22 @@ def test_what_is_no_message_is_told(llm, monkeypatch, messages, options, message
         llm.chat(messages, greedy(), **options)
 
 
-@pytest.fixture
-def poisoned(llm):
-    clean = llm.executor.params["embed.weight"]
-    llm.executor.params["embed.weight"] = clean.at[95].set(np.nan)
-    yield 95
-    llm.executor.params["embed.weight"] = clean
-
-
-def test_a_logits_call_that_is_not_finite_leaves_nothing_in_its_pages(llm, poisoned):
+def test_a_logits_call_that_is_not_finite_leaves_nothing_in_its_pages(llm, monkeypatch):
+    poisoned = llm.executor.params["embed.weight"].at[95].set(np.nan)
+    monkeypatch.setitem(llm.executor.params, "embed.weight", poisoned)
     expected = tokens_of(llm.generate(prompt(13), greedy(4), cache_salt="before"))
-    (logits,) = llm.logits([[poisoned] * 40])
+    (logits,) = llm.logits([[95] * 40])
     assert not np.isfinite(logits).any()
     llm.engine.flush_prefix_cache()
-    after = llm.generate(prompt(13), greedy(4))
-    assert tokens_of(after) == expected
+    assert tokens_of(llm.generate(prompt(13), greedy(4))) == expected
 
 
 def test_priorities_order_what_waits(llm, monkeypatch):
     scheduler, pool = llm.engine.core.scheduler, llm.engine.core.scheduler.ranks[0].pool
     monkeypatch.setattr(scheduler, "config", dataclasses.replace(scheduler.config, policy="priority"))
     held = pool.allocate(pool.num_usable - 3)  # room for one request at a time
-    try:
-        outputs = llm.generate([prompt(n) for n in (9, 5, 7)], greedy(2), priority=[2, 1, 0])
-    finally:
-        pool.release(held)
+    outputs = llm.generate([prompt(n) for n in (9, 5, 7)], greedy(2), priority=[2, 1, 0])
+    pool.release(held)
     ended = [output.metrics.finish_time for output in outputs]
     assert sorted(ended) == ended[::-1]
 
@@ -297,10 +280,9 @@ def test_priorities_order_what_waits(llm, monkeypatch):
 @pytest.mark.slow
 def test_after_warming_up_nothing_more_is_compiled(checkpoint, monkeypatch):
     monkeypatch.setattr(ProgramFolder, "inside", lambda cache: None)  # another test may have compiled the same
-    warm = load(checkpoint)
-    # Each kind of launch: decodes, prompts, and both at once.
-    warm.executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=True)
-    try:
+    with load(checkpoint) as warm:
+        # Each kind of launch: decodes, prompts, and both at once.
+        warm.executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=True)
         seen = []
         warm.warm_up(lambda done, total, label: seen.append((done, total, label)))
         programs = warm.executor.programs.compiled
@@ -308,8 +290,7 @@ def test_after_warming_up_nothing_more_is_compiled(checkpoint, monkeypatch):
         assert told == sorted(told), "first all is traced, then it is compiled"
         assert sorted(set(told)) == list(range(len(programs) + 1))
         assert {total for _, total, _ in seen} == {len(programs)}
-        prompts = [prompt(length) for length in (5, 30, 8, 1, 17)]
-        warm.generate(prompts, [greedy(3), SamplingParams(max_tokens=5, logprobs=2), greedy(9), greedy(2), greedy(4)])
+        warm.generate(SIX[:5], [greedy(3), SamplingParams(max_tokens=5, logprobs=2), greedy(9), greedy(2), greedy(4)])
         warm.warm_up()
         assert warm.executor.programs.compiled == programs
         warm.executor.programs.drop()
@@ -329,8 +310,22 @@ def test_after_warming_up_nothing_more_is_compiled(checkpoint, monkeypatch):
             warm.warm_up(stop_at_the_third)
         assert len(traced) == 3, "what progress raises ends the warm-up, between two programs"
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("compile")]
-    finally:
-        warm.shutdown()
+
+
+def test_steps_count_their_experts_tokens_only_while_that_is_recorded(llm):
+    llm.generate(prompt(5), greedy(4))
+    executor, plain = llm.executor, llm.executor.programs.compiled
+    executor.set_recording(True)
+    text = llm.generate(prompt(5, seed=7), greedy(4))[0].outputs[0].token_ids
+    counts = executor.expert_counts()
+    executor.set_recording(False)
+    config = executor.model.config
+    assert counts.tokens_per_expert.sum() == (5 + 3) * config.num_experts_per_tok * config.num_moe_layers
+    counting = executor.programs.compiled
+    assert {key[0] for key in counting - plain} == {"step"}
+    assert llm.generate(prompt(5, seed=7), greedy(4))[0].outputs[0].token_ids == text
+    assert executor.programs.compiled == counting
+    assert executor.expert_counts() is None
 
 
 def test_a_lazy_warm_up_compiles_what_one_request_needs_and_the_rest_while_commands_run(checkpoint, monkeypatch):
@@ -340,11 +335,13 @@ def test_a_lazy_warm_up_compiles_what_one_request_needs_and_the_rest_while_comma
         rest, wanted = lazy.parts.warm_up(lazily=True), set(executor.programs.labels(executor.buckets))
         first = executor.programs.compiled
         assert first < wanted
-        assert ("step", True) not in [(key[0], key[-1]) for key in first], "prompt scores are seldom asked for"
+        assert ("step", True) not in [(key[0], key[2]) for key in first if key[0] == "step"], (
+            "prompt scores are seldom asked for"
+        )
         lazy.generate(prompt(5), greedy(3))
         lazy.generate(prompt(20), SamplingParams(max_tokens=3, logprobs=2))
         assert executor.programs.compiled == first
-        several = lazy.generate([prompt(5), prompt(6), prompt(7)], greedy(4))  # on each rank more than one
+        several = lazy.generate(SIX[1:4], greedy(4))  # on each rank more than one
         assert first < executor.programs.compiled < wanted
         waited = executor.counts().compilations_after_warm_up
         assert waited == len(executor.programs.compiled - first) > 0
@@ -355,7 +352,11 @@ def test_a_lazy_warm_up_compiles_what_one_request_needs_and_the_rest_while_comma
         rest(lambda: None)
         assert executor.counts().compilations_after_warm_up == waited, "for the rest no request has waited"
         assert executor.programs.compiled == wanted
-        assert tokens_of(lazy.generate([prompt(5), prompt(6), prompt(7)], greedy(4))) == tokens_of(several)
+        assert tokens_of(lazy.generate(SIX[1:4], greedy(4))) == tokens_of(several)
+        executor.set_recording(True)
+        lazy.generate(prompt(5), greedy(3))
+        assert executor.programs.compiled > wanted
+        assert executor.counts().compilations_after_warm_up == waited, "steps that count are known to be compiled late"
         executor.programs.drop()
         rest(lambda: None)
         assert not executor.programs.compiled, "of a mesh that was left nothing more is compiled"
@@ -364,6 +365,13 @@ def test_a_lazy_warm_up_compiles_what_one_request_needs_and_the_rest_while_comma
                 patch.setattr(executor.programs, name, value)
                 first = executor.programs.wanted_first(executor.buckets)
                 assert first == executor.programs.labels(executor.buckets), "other processes would wait for the rest"
+
+
+def test_one_request_needs_the_programs_of_a_single_draft(llm):
+    speculation = SpeculativeConfig(method="mtp", num_speculative_tokens=1)
+    buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=False, speculation=speculation)
+    first = llm.executor.programs.wanted_first(buckets)
+    assert {(key[0], key[2]) for key in first if "draft" in key[0]} == {("drafts", 1), ("drafting step", 1)}
 
 
 def test_chat_continues_the_rendered_conversation(llm, monkeypatch):
@@ -375,19 +383,16 @@ def test_chat_continues_the_rendered_conversation(llm, monkeypatch):
 
     tokenizer = SimpleNamespace(chat_template=ChatTemplate(template), encode=encode, token_id=lambda text: None)
     monkeypatch.setattr(llm, "tokenizer", tokenizer)
-    messages = [{"role": "user", "content": "hi"}]
-    (one,) = llm.chat(messages, greedy())
-    (same,) = llm.generate({"prompt_token_ids": encode("uhi!")}, greedy())
-    assert one.prompt_token_ids == same.prompt_token_ids
-    assert one.outputs[0].token_ids == same.outputs[0].token_ids
-    two = llm.chat([messages, messages], greedy(), add_generation_prompt=False, chat_template_kwargs={"thinking": 1})
+    one = llm.chat([HI], greedy())
+    assert one[0].prompt_token_ids == encode("uhi!")
+    assert tokens_of(one) == tokens_of(llm.generate({"prompt_token_ids": encode("uhi!")}, greedy()))
+    two = llm.chat([[HI], [HI]], greedy(), add_generation_prompt=False, chat_template_kwargs={"thinking": 1})
     assert [output.prompt_token_ids for output in two] == [encode("uhi1")] * 2
 
 
-def test_a_model_without_a_chat_template_says_so(llm, monkeypatch):
-    monkeypatch.setattr(llm, "tokenizer", None)
+def test_a_model_without_a_chat_template_says_so(llm):
     with pytest.raises(UserError, match="no chat template"):
-        llm.chat([{"role": "user", "content": "hi"}])
+        llm.chat([HI])
 
 
 def test_why_plain_kernels_are_used_is_one_line_of_the_log(checkpoint, monkeypatch, caplog):

@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 
 from dsjax import LLM
 from dsjax.checkpoint.errors import CheckpointWarning
+from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig
 
 pytestmark = [
@@ -34,26 +35,17 @@ pytestmark = [
 SMALL = TINY | {"num_key_value_heads": TINY["num_attention_heads"], "n_group": 1, "topk_group": 1}
 GLM = SMALL | {"rope_scaling": None, "rms_norm_eps": 1e-5}
 KIMI = SMALL | {"model_type": "kimi_k2"}
-VISION = {
-    "num_hidden_layers": 1,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_attention_heads": 2,
-    "pos_emb_height": 4,
-    "pos_emb_width": 4,
-}
+VISION = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+VISION |= {"pos_emb_height": 4, "pos_emb_width": 4}
 FAMILIES = {
     "GLM-4.7-Flash": GLM | {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "GLM-5": GLM | MODELS["v3.2"] | {"model_type": "glm_moe_dsa"},
     "Kimi-K2.5": {"model_type": "kimi_k25", "tie_word_embeddings": False, "text_config": KIMI, "vision_config": VISION},
     "sarvam": SMALL | {"model_type": "sarvam_mla", "q_lora_rank": None},
 }
-RUNS = [
-    *(("GLM-4.7-Flash", mesh) for mesh in ("dp=1", "dp=2,tp=2")),
-    *(("GLM-5", mesh) for mesh in ("dp=1", "dp=8")),
-    *(("Kimi-K2.5", mesh) for mesh in ("dp=8", "dp=2,tp=2")),
-    *(("sarvam", mesh) for mesh in ("dp=1", "dp=2,tp=2")),
-]
+MESHES = {"GLM-4.7-Flash": ("dp=1", "dp=2,tp=2"), "GLM-5": ("dp=1", "dp=8"), "Kimi-K2.5": ("dp=8", "dp=2,tp=2")}
+MESHES |= {"sarvam": ("dp=1", "dp=2,tp=2")}
+RUNS = [(family, mesh) for family, meshes in MESHES.items() for mesh in meshes]
 
 
 def with_published_names(path):
@@ -104,13 +96,9 @@ def test_a_configuration_written_by_us_is_the_same_model_to_transformers(family,
 
 
 def test_the_tensors_of_a_vision_part_are_named_and_left_out(saved):
-    from dsjax.checkpoint.source import open_checkpoint
-
     folder, *_ = saved("Kimi-K2.5")
-    with pytest.warns(
-        CheckpointWarning,
-        match=r"tensors of the vision part \(mm_projector, vision_tower\) are ignored.*rejects images",
-    ):
+    ignored = r"tensors of the vision part \(mm_projector, vision_tower\) are ignored.*rejects images"
+    with pytest.warns(CheckpointWarning, match=ignored):
         checkpoint = open_checkpoint(folder)
     assert json.loads((folder / "config.json").read_text())["model_type"] == "kimi_k25"
     assert {name.split(".")[0] for name in checkpoint.tensors} == {"model", "lm_head"}

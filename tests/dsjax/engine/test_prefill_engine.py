@@ -1,29 +1,49 @@
-"""A prefill engine keeps what decode has not taken, refuses what makes no sense, and ends with its threads.
+"""A prefill engine keeps what decode has not taken, refuses what makes no sense, and ends with its threads. These are the tests of
+`transfer/prefill_service.py` too."""
 
-These are the tests of `transfer/prefill_service.py` too.
-"""
-
-import time
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 from engine_pair import Pair, prefill_request
 from fake_executor import FakeExecutor, expected_tokens
+from waits import until
 
 from dsjax.engine.contract.commands import int32s
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.engine_thread import EngineThread
-from dsjax.engine.schedule.mesh_changer import Generation
+from dsjax.engine.schedule.mesh_changer import MeshEpoch
 from dsjax.engine.schedule.request import Request, RequestOptions
-from dsjax.engine.transfer.messages import (
-    CancelTransfer,
-    ChunkReady,
-    PrefillRequest,
-    ReleaseChunk,
-    TransferFailed,
-)
+from dsjax.engine.transfer.messages import CancelTransfer, ChunkReady, PrefillRequest, ReleaseChunk, TransferFailed
 from dsjax.serve.metrics import Metrics
+
+
+class Peer:
+    """A decode engine, by what it says and hears."""
+
+    def __init__(self, engine):
+        self.engine, self.heard = engine, []
+
+    def __call__(self, message):
+        self.heard.append(message)
+
+    def say(self, *messages):
+        for message in messages:
+            self.engine.post(message, self)
+        self.turn()
+
+    def turn(self, times=1):
+        for _ in range(times):
+            self.engine.core.executor.move_chunks()
+            self.engine.turn(wait=False)
+
+    @property
+    def chunks(self):
+        return [message.number for message in self.heard if isinstance(message, ChunkReady)]
+
+
+def assert_made(requests):
+    assert [one.output_token_ids for one in requests] == [expected_tokens(one.prompt_token_ids, 6) for one in requests]
 
 
 def test_what_each_prefill_engine_has_and_did_is_shown():
@@ -60,14 +80,10 @@ def test_a_decode_engine_that_dies_ends_the_prefill_engine_of_its_process():
     thread = EngineThread(pair.core, on_death=deaths.append)
     pair.add("has its prompt computed", range(50))
     thread.start()
-    while not pair.incoming.num_under_way:
-        time.sleep(0.0005)
+    until(lambda: pair.incoming.num_under_way)
     # A transfer is under way before the engine has been told of it.
-    deadline = time.monotonic() + 60
-    while not engine.buffers.num_kept and time.monotonic() < deadline:
-        engine.core.executor.move_chunks()
-        engine.turn(wait=False)
-    assert engine.buffers.num_kept
+    peer = Peer(engine)
+    until(lambda: peer.turn() or engine.buffers.num_kept)
     assert engine.num_jobs
     engine.start()
     thread.add([Request("short", [1, 2], 2, SamplingParams(temperature=0), 6, 0)])
@@ -85,10 +101,8 @@ def test_a_prefill_engine_that_dies_says_so_and_is_asked_no_more():
     engine.start()
     pair.prefill_runs = False
     requests = [pair.add(f"{i}", [i] * 60) for i in range(3)]
-    while pair.core.has_unfinished:
-        pair.turn()
-        time.sleep(0.0005)
-    assert [request.output_token_ids for request in requests] == [expected_tokens([i] * 60, 6) for i in range(3)]
+    until(lambda: not pair.turn() and not pair.core.has_unfinished, every=0.0005)
+    assert_made(requests)
     assert isinstance(engine.error, RuntimeError)
     asked = len(pair.asked())
     pair.add("later", [9] * 60)
@@ -101,44 +115,20 @@ def test_a_prefill_engine_that_dies_says_so_and_is_asked_no_more():
 @pytest.mark.parametrize("salts", [(None, None), ("theirs", "mine")], ids=["other tokens", "another salt"])
 def test_a_prompt_never_gets_the_pages_of_another_one_that_has_its_name(salts, caplog):
     pair = Pair(pages=(33, 65))
-    first, tokens = ([7] * 41, [8] * 41) if salts == (None, None) else ([7] * 41, [7] * 41)
-    pair.engines[0].post(prefill_request("room-7", first, salts[0]), None)
+    tokens = [8 if salts == (None, None) else 7] * 41
+    pair.engines[0].post(prefill_request("room-7", [7] * 41, salts[0]), None)
     pair.incoming.connect = lambda address: 0
     handed = {"address": "127.0.0.1:1", "transfer": "room-7"}
     request = pair.add("b", tokens, options=RequestOptions(cache_salt=salts[1], prefill=handed))
     pair.run()
     again = pair.add("again", tokens, options=RequestOptions(cache_salt=salts[1]))
     pair.run()
-    assert [one.output_token_ids for one in (request, again)] == [expected_tokens(tokens, 6)] * 2
+    assert_made([request, again])
     assert "another prompt is under way under this name" in caplog.text
     assert pair.incoming.transfer_counts.pages == 0, "the pages under this name are another prompt's"
     assert pair.incoming.transfer_counts.given_up == 1
     assert pair.engines[0].num_jobs == 1, "the first one goes on"
     pair.settle()
-
-
-class Peer:
-    """A decode engine, by what it says and hears."""
-
-    def __init__(self, engine):
-        self.engine, self.heard = engine, []
-
-    def __call__(self, message):
-        self.heard.append(message)
-
-    def say(self, *messages):
-        for message in messages:
-            self.engine.post(message, self)
-        self.turn()
-
-    def turn(self, times=1):
-        for _ in range(times):
-            self.engine.core.executor.move_chunks()
-            self.engine.turn(wait=False)
-
-    @property
-    def chunks(self):
-        return [message.number for message in self.heard if isinstance(message, ChunkReady)]
 
 
 def test_a_transfer_and_its_chunks_obey_the_engine_that_asked_for_them_alone():
@@ -194,22 +184,21 @@ def test_a_transfer_that_nobody_has_asked_for_yet_is_cancelled_by_who_knows_its_
     pair = Pair()
     engine = pair.engines[0]
     stranger, ask = Peer(engine), prefill_request("room-7", range(33))
-    engine.post(ask, None)
-    engine.turn(wait=False)
+
+    def jobs_after(message):
+        engine.post(message, None)
+        engine.turn(wait=False)
+        return engine.num_jobs
+
+    assert jobs_after(ask) == 1
     stranger.say(CancelTransfer("room-7"), CancelTransfer("room-7", bytes(32)))
     assert engine.num_jobs == 1
     stranger.say(CancelTransfer("room-7", ask.page))
     assert engine.num_jobs == 0
-    engine.post(ask, None)  # whoever has the prompt may come after its decode engine
-    engine.turn(wait=False)
-    assert engine.num_jobs == 0, "its decode engine has said that it needs nothing"
-    later = prefill_request("room-7", range(1, 34))
-    engine.post(later, None)
-    engine.turn(wait=False)
-    assert engine.num_jobs == 1, "another prompt of that name was not cancelled"
-    engine.post(CancelTransfer("room-7"), None)
-    engine.turn(wait=False)
-    assert engine.num_jobs == 0
+    # Whoever has the prompt may come after its decode engine.
+    assert jobs_after(ask) == 0, "its decode engine has said that it needs nothing"
+    assert jobs_after(prefill_request("room-7", range(1, 34))) == 1, "another prompt of that name was not cancelled"
+    assert jobs_after(CancelTransfer("room-7")) == 0
     pair.settle()
 
 
@@ -218,16 +207,14 @@ def test_a_transfer_that_nobody_has_asked_for_yet_is_cancelled_by_who_knows_its_
     [(range(9), 2, 2), (range(8), 0, 2), ([1, -1, 3, 4, 5], 0, 1), ([1, 2, 3, 4, 300], 0, 1)],
 )
 def test_what_makes_no_sense_is_refused_before_it_reaches_a_device(tokens, first, end):
-    pair, answers = Pair(), []
+    pair = Pair()
+    peer, ask = Peer(pair.engines[0]), prefill_request("a", range(9))
     for given in (int32s(tokens), int32s(tokens) + b"?"):
-        pair.engines[0].post(PrefillRequest("odd", given, first, end), answers.append)
-        pair.engines[0].turn(wait=False)
-        assert isinstance(answers.pop(), TransferFailed)
-    ask = prefill_request("a", range(9))
+        peer.say(PrefillRequest("odd", given, first, end))
+        assert isinstance(peer.heard.pop(), TransferFailed)
     for wrong in (b"", prefill_request("a", range(1, 10)).page, prefill_request("a", range(9), "salt").page):
-        pair.engines[0].post(msgspec.structs.replace(ask, page=wrong), answers.append)
-        pair.engines[0].turn(wait=False)
-        assert "are not those of the pages that it names" in answers.pop().reason
+        peer.say(msgspec.structs.replace(ask, page=wrong))
+        assert "are not those of the pages that it names" in peer.heard.pop().reason
     pair.settle()
 
 
@@ -235,9 +222,8 @@ def test_what_makes_no_sense_is_refused_before_it_reaches_a_device(tokens, first
 def test_a_prefill_engine_goes_on_with_more_or_fewer_ranks_and_decode_computes_what_it_had(sizes, turns):
     before, after = sizes
     executor = FakeExecutor(num_ranks=after, pages_per_rank=33, transfers=True)
-    changed = SimpleNamespace(
-        needs_change=True, regroup=lambda: Generation(executor, executor.config, larger_is_wanted=True)
-    )
+    new = MeshEpoch(executor, executor.config, is_reduced=True)
+    changed = SimpleNamespace(needs_change=True, regroup=lambda: new)
     pair = Pair(ranks=(before, 1), pages=(33, 129), generations=changed)
     [engine] = pair.engines
     pair.core.executor.chunks_take = 5  # some prompts are computed whole, and their chunks still kept
@@ -250,24 +236,28 @@ def test_a_prefill_engine_goes_on_with_more_or_fewer_ranks_and_decode_computes_w
     assert engine.num_jobs == engine.buffers.num_kept == 0
     pair.core.executor.chunks_take = 0
     pair.run()
-    assert [one.output_token_ids for one in requests] == [expected_tokens([i] * (20 + i), 6) for i in range(6)]
-    later = pair.add("later", [9] * 60)
+    requests.append(pair.add("later", [9] * 60))
     pair.run()
-    assert later.output_token_ids == expected_tokens([9] * 60, 6)
+    assert_made(requests)
     assert executor.steps, "it computes prompts again"
     pair.settle()
 
 
 def counted_waits(engine):
-    """How often an engine's thread would have waited for commands. It waits for none from now on."""
+    """A function that turns an engine and returns how often its thread would have waited for commands; it waits no more."""
     commands, waits = engine.thread._commands, []
 
     def get(**timeout):
         waits.extend([True] * bool(timeout))
         return commands.get(block=False)
 
+    def turn():
+        waits.clear()
+        engine.turn()
+        return len(waits)
+
     engine.thread._commands = SimpleNamespace(get=get, put=commands.put, empty=commands.empty)
-    return waits
+    return turn
 
 
 def test_a_prefill_engine_waits_when_three_steps_in_a_row_have_computed_nothing_and_not_before():
@@ -277,18 +267,14 @@ def test_a_prefill_engine_waits_when_three_steps_in_a_row_have_computed_nothing_
     engine.buffers._room, pair.core.executor.chunks_take = [6], 3
     for name in range(4):
         pair.add(f"{name}", [name] * 50)
-    told, stuck = counted_waits(engine), 0
+    waits, pair.prefill_runs = counted_waits(engine), False
     while pair.core.has_unfinished:
         engine.core.executor.move_chunks()
         if engine.core.has_unfinished:
-            before = len(told)
-            engine.turn()
-            stuck += len(told) - before
+            assert not waits(), "a step that computes nothing may send pages, and the next one uses their room"
         else:
             engine.turn(wait=False)
-        pair.decode.wake.set()
-        pair.core.step()
-    assert stuck == 0, "a step that computes nothing may send pages, and the next one uses their room"
+        pair.turn()
 
     pair.core.executor.chunks_take = None  # nobody takes anything any more
     engine.buffers._room = [6]
@@ -296,13 +282,8 @@ def test_a_prefill_engine_waits_when_three_steps_in_a_row_have_computed_nothing_
         pair.add(f"{name}", [name] * 50)
     for _ in range(60):
         engine.turn(wait=False)
-        pair.decode.wake.set()
-        pair.core.step()
+        pair.turn()
     assert engine.core.has_unfinished
     engine.thread.call(lambda: None)  # counting begins anew when something is said
-    waits = []
-    for _ in range(5):
-        before = len(told)
-        engine.turn()
-        waits.append(len(told) - before)
-    assert waits == [1, 0, 0, 1, 1], "the first one takes what was said, and three steps compute nothing"
+    found = [waits() for _ in range(5)]
+    assert found == [1, 0, 0, 1, 1], "the first one takes what was said, and three steps compute nothing"

@@ -1,10 +1,10 @@
 """Sampling parameters end to end on a mesh with every axis: what is scored, what fails alone, text of a form, and nothing compiles for it.
-
-These are the tests of `device/launch_rows.py` and `device/launch_results.py` too.
-"""
+These are the tests of `device/launch_rows.py` and `device/launch_results.py` too."""
 
 import json
 import re
+from collections import Counter
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -20,37 +20,28 @@ from dsjax.engine.schedule.request import FinishReason
 from dsjax.model.softmax import log_softmax
 
 pytestmark = pytest.mark.slow  # all together
-
-
-class Compilations:
-    """Counts what XLA compiles, from whatever asks for it."""
-
-    def __init__(self):
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
-
-    def _on_event(self, name: str, *_, **__) -> None:
-        self.count += name == "/jax/core/compile/backend_compile_duration"
+FREE = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def compilations():
-    return Compilations()
+    """Counts what XLA compiles, from whatever asks for it."""
+    counts = Counter()
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: counts.update([name]))
+    return lambda: counts["/jax/core/compile/backend_compile_duration"]
 
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory, compilations, no_programs_on_disk):
     directory = str(write_worded_checkpoint(tmp_path_factory.mktemp("worded")))
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "prefill_chunk": 16, "page_size": 4}
-    made = LLM(directory, mesh="dp=2,tp=2", dtype="float32", **sizes)
-    made.executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(4, 16),), mixed=False)
-    with pytest.MonkeyPatch.context() as patch:
+    with LLM(directory, mesh="dp=2,tp=2", dtype="float32", **sizes) as made, pytest.MonkeyPatch.context() as patch:
+        made.executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(4, 16),), mixed=False)
         patch.setattr(buckets, "SCORED_CHUNK", 8)  # a chunk of a prompt is scored in two pieces
         made.logits([[1]])
         made.warm_up()
-        assert compilations.count >= len(made.executor.programs.compiled) > 5
+        assert compilations() >= len(made.executor.programs.compiled) > 5
         yield made
-    made.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +53,9 @@ def logprobs_of():
 
 @pytest.fixture(autouse=True)
 def _nothing_compiles_and_no_page_is_kept(llm, compilations):
-    before = compilations.count
+    before = compilations()
     yield
-    assert compilations.count == before
+    assert compilations() == before
     assert llm.executor.counts().compilations_after_warm_up == 0
     assert [rank.pool.num_used for rank in llm.engine.core.scheduler.ranks] == [0, 0]
 
@@ -73,12 +64,13 @@ def prompt(length: int, seed: int = 0) -> dict:
     return {"prompt_token_ids": np.random.default_rng([seed, length]).integers(2, VOCABULARY - 1, size=length).tolist()}
 
 
+def tokens_of(outputs) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
 def test_prompt_logprobs_are_those_of_the_logits_at_every_position(llm, logprobs_of, kernels):
-    lengths = (1, 2, 16, 17, 40)
-    prompts = [prompt(length) for length in lengths]
-    plain = [prompt(length, 1) for length in lengths]
-    scored = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=3, logprobs=0)
-    free = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    prompts, plain = ([prompt(length, seed) for length in (1, 2, 16, 17, 40)] for seed in (0, 1))
+    scored, free = replace(FREE, prompt_logprobs=3, logprobs=0), FREE
     outputs = llm.generate(prompts + plain, [scored] * 5 + [free] * 5)
     assert [output.prompt_logprobs for output in outputs[5:]] == [None] * 5
     for output in outputs[:5]:
@@ -95,16 +87,13 @@ def test_prompt_logprobs_are_those_of_the_logits_at_every_position(llm, logprobs
             assert {one.rank for one in entry.values()} >= {1, 2, 3}
             for token, one in entry.items():
                 assert one.logprob == row[token]
-    assert [o.outputs[0].token_ids for o in llm.generate(prompts, free)] == [
-        o.outputs[0].token_ids for o in outputs[:5]
-    ]
+    assert tokens_of(llm.generate(prompts, free)) == tokens_of(outputs[:5])
 
 
 @pytest.mark.parametrize("scored", [{}, {"prompt_logprobs": 1}], ids=["plain", "scored"])
 def test_a_prompt_that_is_not_finite_fails_at_its_first_chunk_and_alone(llm, monkeypatch, scored):
-    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     good = [prompt(20, 2), prompt(5, 2)]
-    expected = [output.outputs[0].token_ids for output in llm.generate(good, params)]
+    expected = tokens_of(llm.generate(good, FREE))
     clean, poison = llm.executor.params["embed.weight"], 329
     poisoned = np.asarray(clean).copy()
     poisoned[poison] = np.nan
@@ -112,15 +101,14 @@ def test_a_prompt_that_is_not_finite_fails_at_its_first_chunk_and_alone(llm, mon
     steps, step = [], llm.engine.core.step
     monkeypatch.setattr(llm.engine.core, "step", lambda *given, **how: steps.append(step(*given, **how)) or steps[-1])
     bad = {"prompt_token_ids": [5, poison, *prompt(90)["prompt_token_ids"]]}
-    failing = SamplingParams(temperature=0, max_tokens=3, **scored)
-    failed, *others = llm.generate([bad, *good], [failing, params, params])
-    assert failed.outputs[0].finish_reason is FinishReason.ERROR
-    assert "not finite" in failed.outputs[0].stop_reason
-    assert failed.outputs[0].error == "non_finite_values"
+    output, *others = llm.generate([bad, *good], [replace(FREE, **scored), FREE, FREE])
+    [failed] = output.outputs
+    assert (failed.finish_reason, failed.error) == (FinishReason.ERROR, "non_finite_values")
+    assert "not finite" in failed.stop_reason
     assert any(update.finish_reason is FinishReason.ERROR for update in steps[0])
-    assert [output.outputs[0].token_ids for output in others] == expected
+    assert tokens_of(others) == expected
     monkeypatch.undo()
-    assert [output.outputs[0].token_ids for output in llm.generate(good, params)] == expected
+    assert tokens_of(llm.generate(good, FREE)) == expected
 
 
 FORMS = [
@@ -132,16 +120,12 @@ FORMS = [
 
 
 def test_text_has_the_form_asked_for_beside_rows_that_are_free(llm):
-    structured = [
-        SamplingParams(
-            temperature=1.0, seed=3, n=2, max_tokens=64, min_tokens=60, structured_outputs=StructuredOutputs(**form)
-        )
-        for form, _ in FORMS
-    ]
+    usual = {"seed": 3, "n": 2, "max_tokens": 64, "min_tokens": 60}
+    structured = [SamplingParams(**usual, structured_outputs=StructuredOutputs(**form)) for form, _ in FORMS]
     free = SamplingParams(temperature=1.0, seed=5, max_tokens=20, ignore_eos=True)
-    (alone,) = llm.generate(prompt(12), free)
+    alone = llm.generate(prompt(12), free)
     outputs = llm.generate([prompt(7)] * len(FORMS) + [prompt(12)], [*structured, free])
-    assert outputs[-1].outputs[0].token_ids == alone.outputs[0].token_ids
+    assert tokens_of(outputs[-1:]) == tokens_of(alone)
     for (form, holds), output in zip(FORMS, outputs[:-1], strict=True):
         for completion in output.outputs:
             assert completion.finish_reason is FinishReason.STOP or "grammar" in form
@@ -152,14 +136,10 @@ def test_text_has_the_form_asked_for_beside_rows_that_are_free(llm):
 
 
 def test_a_request_that_comes_to_no_legal_token_fails_alone_and_says_why(llm):
-    impossible = SamplingParams(
-        temperature=0, max_tokens=5, allowed_token_ids=[5], structured_outputs=StructuredOutputs(choice=["zzz"])
-    )
-    free = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    expected = llm.generate(prompt(9), free)[0].outputs[0].token_ids
-    failed, well = llm.generate([prompt(8), prompt(9)], [impossible, free])
-    assert failed.outputs[0].finish_reason is FinishReason.ERROR
-    assert failed.outputs[0].stop_reason == NO_TOKEN_ALLOWED
-    assert failed.outputs[0].error == "structured_output_failed"
-    assert failed.outputs[0].token_ids == []
-    assert well.outputs[0].token_ids == expected
+    impossible = replace(FREE, allowed_token_ids=[5], structured_outputs=StructuredOutputs(choice=["zzz"]))
+    expected = tokens_of(llm.generate(prompt(9), FREE))
+    output, well = llm.generate([prompt(8), prompt(9)], [impossible, FREE])
+    [failed] = output.outputs
+    assert (failed.finish_reason, failed.stop_reason) == (FinishReason.ERROR, NO_TOKEN_ALLOWED)
+    assert (failed.error, failed.token_ids) == ("structured_output_failed", [])
+    assert tokens_of([well]) == expected

@@ -8,7 +8,23 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from v4_engine import DRAFTS, DRAWN, LONGEST, G, answers, engine, one_devices, prompts, write
+from v4_engine import (
+    BLOCKS,
+    DRAFTS,
+    DRAWN,
+    LONGEST,
+    PROMPTS,
+    QUANTISED,
+    G,
+    answers,
+    drafted_and_preempted,
+    engine,
+    forget_on_devices,
+    handed_over,
+    one_devices,
+    write,
+)
+from watched_drafts import Watch
 
 from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import open_checkpoint
@@ -18,51 +34,32 @@ from sharding.rules import Rules
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
+IN_WHOLE_PAGES = sum((len(prompt) - 1) // G * G for prompt in PROMPTS)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("v4"))
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint):
-    return one_devices(checkpoint)
-
-
-def test_greedy_tokens_are_the_plain_forms(checkpoint, expected):
-    source, spec = open_checkpoint(checkpoint), MeshSpec.parse("dp=1")
+def test_greedy_tokens_are_the_plain_forms(v4_checkpoint, v4_tokens):
+    source, spec = open_checkpoint(v4_checkpoint), MeshSpec.parse("dp=1")
     params = load(source.config, source, spec.build(jax.devices()[:1]), Rules.for_mesh(spec), mtp=False)
-    sequences = [prompt + made for prompt, made in zip(prompts(), expected[0], strict=True)]
+    sequences = [prompt + made for prompt, made in zip(PROMPTS, v4_tokens[0], strict=True)]
     padded, table = np.zeros((len(sequences), LONGEST), int), parameter_table(source.config, weights="f32", mtp=False)
     for row, sequence in zip(padded, sequences, strict=True):
         row[: len(sequence)] = sequence
     best = np.asarray(jax.jit(lambda params: table.bind(params)(padded).logits)(params)).argmax(-1)
-    for row, prompt, made in zip(best, prompts(), expected[0], strict=True):
+    for row, prompt, made in zip(best, PROMPTS, v4_tokens[0], strict=True):
         assert row[len(prompt) - 1 : len(prompt) + len(made) - 1].tolist() == made
 
 
-def test_drafted_preempted_and_found_again_the_tokens_are_one_devices_without_drafts(checkpoint, expected, monkeypatch):
-    llm = engine(checkpoint, mesh="dp=1", cache_tokens=LONGEST, **DRAFTS)
-    ranks = llm.engine.core.scheduler.ranks
-    for rank in ranks:  # so few are left that requests wait for them, and pages are soon another's
-        rank.pool.allocate(rank.pool.num_free_windows - 9, windows=True)
-    verified, accepted, step = [], [], llm.engine.core.step
-
-    def watched(*arguments, **keywords):
-        updates = step(*arguments, **keywords)
-        rows = [result for _, result, _ in updates if result is not None]
-        verified.extend(row.num_drafts for row in rows)
-        accepted.extend(len(row.token_ids) - 1 for row in rows if row.num_drafts)
-        return updates
-
-    monkeypatch.setattr(llm.engine.core, "step", watched)
+def test_drafted_preempted_and_found_again_the_tokens_are_one_devices_without_drafts(
+    v4_checkpoint, v4_tokens, monkeypatch
+):
+    llm, rank = drafted_and_preempted(v4_checkpoint)
+    watch = Watch(llm, monkeypatch)
     for _ in range(2):  # found in the cache the second time
-        assert answers(llm, prompts()) == expected[0]
-    assert sum(rank.hits["device"] for rank in ranks) > 0
-    assert 0 < sum(accepted) < sum(verified)
-    assert answers(llm, prompts(), DRAWN) == expected[1]
-    assert ranks[0].num_preemptions > 0
+        assert answers(llm) == v4_tokens[0]
+    assert rank.hits["device"] > 0
+    watch.assert_both()
+    assert answers(llm, DRAWN) == v4_tokens[1]
+    assert rank.num_preemptions > 0
     llm.shutdown()
 
 
@@ -71,37 +68,53 @@ def test_drafted_preempted_and_found_again_the_tokens_are_one_devices_without_dr
     [("host", {"host_cache_bytes": 1 << 20}), ("kept", {"page_source": "kept_pages"})],
     ids=["host memory", "a connector of one's own"],
 )
-def test_pages_of_both_kinds_come_back(checkpoint, expected, tier, options, monkeypatch):
+def test_pages_of_both_kinds_come_back(v4_checkpoint, v4_tokens, tier, options, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
-    llm = engine(checkpoint, mesh="dp=1", **options, **DRAFTS)
-    limits, ranks = llm.executor.limits, llm.engine.core.scheduler.ranks
-    assert tier == "kept" or limits.host_windows_per_rank > 8
-    assert answers(llm, prompts()) == expected[0]
-    for rank in ranks:
-        for windows in (False, True):
-            count = rank.pool.num_free_windows if windows else rank.pool.num_free
-            rank.pool.release(rank.pool.allocate(count, windows=windows))
-        assert not rank.pool._page_of
-    answers(llm, [[3, 4], [5, 6]])  # meanwhile the pages arrive in host memory
-    before = sum(rank.hits.total() for rank in ranks)
-    assert answers(llm, prompts()) == expected[0]
-    found = sum(rank.hits.total() for rank in ranks) - before
-    assert found == sum((len(prompt) - 1) // G * G for prompt in prompts())
-    assert sum(rank.hits[tier] for rank in ranks) >= 64, "the others share pages that were loaded before"
+    llm = engine(v4_checkpoint, mesh="dp=1", **options, **DRAFTS)
+    (rank,) = llm.engine.core.scheduler.ranks
+    assert tier == "kept" or llm.executor.limits.host_windows_per_rank > 8
+    assert answers(llm) == v4_tokens[0]
+    forget_on_devices(rank)
+    answers(llm, given=[[3, 4], [5, 6]])  # meanwhile the pages arrive in host memory
+    before = rank.hits.total()
+    assert answers(llm) == v4_tokens[0]
+    assert rank.hits.total() - before == IN_WHOLE_PAGES
+    assert rank.hits[tier] >= 64, "the others share pages that were loaded before"
     llm.shutdown()
 
 
-def test_pages_of_both_kinds_come_back_from_the_disk_after_a_restart_on_another_mesh(checkpoint, expected, tmp_path):
+def test_pages_of_both_kinds_come_back_from_the_disk_after_a_restart_on_another_mesh(
+    v4_checkpoint, v4_tokens, tmp_path, patient_disk
+):
     on_disk = {"disk_cache": str(tmp_path), "disk_cache_bytes": 1 << 24}
-    first = engine(checkpoint, mesh="pp=2,dp=2", pp_layer_partition="1,3", **on_disk, **DRAFTS)
-    assert answers(first, prompts()) == expected[0]
-    first.shutdown()
+    with engine(v4_checkpoint, mesh="pp=2,dp=2", pp_layer_partition="1,3", **on_disk, **DRAFTS) as first:
+        assert answers(first) == v4_tokens[0]
     assert len({file.stat().st_size for file in tmp_path.glob("*/*/*.page")}) == 2, "both kinds are there"
-    second = engine(checkpoint, mesh="dp=1", **on_disk, **DRAFTS)
-    assert answers(second, prompts()) == expected[0]
-    (rank,) = second.engine.core.scheduler.ranks
-    assert rank.hits.total() == sum((len(prompt) - 1) // G * G for prompt in prompts())
-    assert rank.hits["disk"] >= 64, "the others share pages that were loaded before"
-    second.engine.flush_prefix_cache()
-    second.shutdown()
+    with engine(v4_checkpoint, mesh="dp=1", **on_disk, **DRAFTS) as second:
+        assert answers(second) == v4_tokens[0]
+        (rank,) = second.engine.core.scheduler.ranks
+        assert rank.hits.total() == IN_WHOLE_PAGES
+        assert rank.hits["disk"] >= 64, "the others share pages that were loaded before"
+        second.engine.flush_prefix_cache()
     assert not list(tmp_path.glob("*/*/*.page"))
+
+
+def test_pages_of_a_stage_without_compressed_entries_come_back_from_host_memory_and_the_disk(tmp_path, patient_disk):
+    model, disk = write(tmp_path, "wc", **BLOCKS), {"disk_cache": str(tmp_path / "disk"), "disk_cache_bytes": 1 << 24}
+    expected = one_devices(model, **QUANTISED)[0]
+    with engine(model, mesh="pp=2", host_cache_bytes=1 << 20, **disk, **QUANTISED, **DRAFTS) as first:
+        (rank,) = first.engine.core.scheduler.ranks
+        assert answers(first) == expected
+        forget_on_devices(rank)
+        answers(first, given=[[3, 4], [5, 6]])  # meanwhile the pages arrive in host memory
+        assert answers(first) == expected
+        assert rank.hits["host"] >= 64
+    with engine(model, mesh="dp=1", **disk, **QUANTISED, **DRAFTS) as second:
+        assert answers(second) == expected
+        assert second.engine.core.scheduler.ranks[0].hits["disk"] >= 64
+
+
+def test_pages_without_compressed_entries_go_from_prefill_to_decode(tmp_path):
+    model = write(tmp_path, "w")
+    found, asked, completed = handed_over(model, prefill_mesh="dp=1", decode_mesh="dp=1")
+    assert (found, completed) == (one_devices(model)[0], asked)

@@ -13,8 +13,7 @@ RANKS, PAGES, G = 2, 3, 2
 
 def tiny(mesh, **options):
     """The step of a tiny model."""
-    spec = MeshSpec.parse(mesh)
-    args = EngineArgs(mesh=mesh, dtype="float32", page_size=G, **options)
+    args, spec = EngineArgs(mesh=mesh, dtype="float32", page_size=G, **options), MeshSpec.parse(mesh)
     return make_step(args, ModelConfig.from_dict(TINY), spec, spec.build())
 
 
@@ -23,6 +22,5 @@ def limits_of(ranks):
 
 
 def step_of(mesh="dp=1", mtp=False, **options):
-    spec = MeshSpec.parse(mesh)
-    args = EngineArgs(model="deepseek-v3", mesh=mesh, dtype="bfloat16", page_size=16, **options)
+    args, spec = EngineArgs(mesh=mesh, dtype="bfloat16", page_size=16, **options), MeshSpec.parse(mesh)
     return make_step(args, load_config("deepseek-v3"), spec, spec.build(), mtp=mtp)

@@ -29,12 +29,8 @@ def tiny_backend() -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=296,
-        special_tokens=[BOS, EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    start = {"special_tokens": [BOS, EOS], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    trainer = trainers.BpeTrainer(vocab_size=296, show_progress=False, **start)
     backend.train_from_iterator(["def main(): return 'héllo wörld 你好 🙂'", "import numpy as np"] * 4, trainer)
     backend.add_tokens(["<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"])
     return backend

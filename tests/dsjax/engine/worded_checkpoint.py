@@ -15,10 +15,13 @@ VOCABULARY = 330
 
 def write_worded_checkpoint(directory: Path, **changed) -> Path:
     """``model.safetensors``, ``config.json`` and the tokenizer's files. changed: fields of ``TINY``."""
-    tokenizer = tiny_tokenizer()
-    assert tokenizer.vocab_size < VOCABULARY
-    fields = TINY | {"vocab_size": VOCABULARY, "bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    fields |= changed
-    config = ModelConfig.from_dict(fields)
+    fields = worded_fields(**changed)
     write_tokenizer(directory)
-    return write_model(directory, fields, hf_tensors(config, RandomWeights(7, bias_center=-0.2)))
+    return write_model(directory, fields, hf_tensors(ModelConfig.from_dict(fields), RandomWeights(7, bias_center=-0.2)))
+
+
+def worded_fields(**changed) -> dict:
+    """``TINY`` with the vocabulary and the tokenizer's ends."""
+    tokenizer = tiny_tokenizer()
+    ends = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    return TINY | {"vocab_size": VOCABULARY} | ends | changed

@@ -44,9 +44,7 @@ def test_the_sixteen_codes_are_those_of_the_specification_and_of_integers_eight_
 
 
 def test_values_round_to_the_nearest_and_ties_to_the_even_fraction():
-    values = np.array(
-        [[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.26, -0.74, 0.24, 5.01, 4.99, 100, -100, 0]], np.float32
-    )
+    values = np.float32([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.26, -0.74, 0.24, 5.01, 4.99, 100, -100, 0]])
     codes = host.encode(values, NVFP4, np.ones((1, 1), E4M3), np.float32(1))
     expected = [[0, 1, 1, 2, 2, 4, 4, 6, -0.5, -0.5, 0, 6, 4, 6, -6, 0]]
     np.testing.assert_array_equal(host.decode(codes, NVFP4, np.ones((1, 1), E4M3), np.float32(1)), expected)

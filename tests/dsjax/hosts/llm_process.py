@@ -14,6 +14,14 @@ from dsjax import LLM, SamplingParams
 
 PROMPTS = [{"prompt_token_ids": tokens} for tokens in ([5, 6, 7], [11] * 9, [30, 2, 77, 12, 60], [3])]
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
+OFFLOADING = {
+    "mesh": "dp=2,tp=2",
+    "dispatch": "ragged",
+    "speculative_config": {"method": "mtp", "num_speculative_tokens": 2},
+    "cache_tokens": 32,
+    "host_cache_bytes": 400_000,
+}
+"""Options of an engine of two processes that drafts, and that keeps pages in host memory."""
 OTHERS = [{"prompt_token_ids": [40 + i] * 16} for i in range(8)]
 """As many as push the pages of `PROMPTS` out of a small cache."""
 SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=4, ignore_eos=True, detokenize=False, logprobs=1)
@@ -33,10 +41,9 @@ def record(llm: LLM) -> tuple[list[list[int]], list[list[int]]]:
     """What is made of the prompts without cached pages, and the experts' loads of that."""
     llm.engine.flush_prefix_cache()
     llm.executor.set_recording(True)
-    try:
-        return generate(llm), llm.executor.expert_counts().logical_load.tolist()
-    finally:
-        llm.executor.set_recording(False)
+    made = generate(llm), llm.executor.expert_counts().logical_load.tolist()
+    llm.executor.set_recording(False)
+    return made
 
 
 def generate_alone(model: str, makes: Callable[[LLM], Any] = generate, **sizes: object) -> Any:

@@ -4,14 +4,9 @@ import re
 
 import httpx
 from processes import Group
+from quick_compilation import FEW_SHAPES
 
-SIZES = {
-    "max_num_seqs": 1,  # few shapes to compile
-    "max_num_batched_tokens": 8,
-    "prefill_chunk": 8,
-    "page_size": 4,
-    "max_model_len": 64,
-}
+SIZES = {name: value for name, value in FEW_SHAPES.items() if name != "kernels"} | {"max_model_len": 64}
 PROMPTS = ["the queue", "def main(", "a b c d e f", "x"]
 KEY = {"Authorization": "Bearer admin"}
 
@@ -21,11 +16,9 @@ class ServedGroup:
 
     def __init__(self, options: dict, **more):
         options = {"served_model_name": "tiny", "port": 0, "admin_api_key": "admin"} | options
-        flags = [
-            text
-            for name, value in options.items()
-            for text in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
-        ]
+        flags = []
+        for name, value in options.items():
+            flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
         self.group = Group(["-m", "dsjax.serve", *flags], 2, **more)
 
     def wait_until_ready(self) -> None:

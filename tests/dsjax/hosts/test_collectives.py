@@ -12,9 +12,8 @@ class Peer:
     """Another process's side, in this one: what it listens with is none of `Collectives`' own."""
 
     def __init__(self):
-        self.listener = listener()
+        self.listener, self.kept = listener(), []
         self.endpoint = self.listener.getsockname()
-        self.kept: list[socket.socket] = []
 
     def reached(self) -> socket.socket:
         """A connection to it, as this process has it; the peer's side of it stays open."""

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from deployments import LEADER_WORKER_SET
 from layouts import write_checkpoint
 
 from dsjax.engine.elastic.joining import _alike, host_options
@@ -24,25 +25,25 @@ def alike(checkpoint, mesh="dp=4", devices=4, **options):
     return _alike(EngineArgs(model=str(checkpoint), mesh=mesh, **options), devices, OPTIONS)
 
 
+def differ(one, other):
+    """The names of the values that differ."""
+    return {name for name, value in one.items() if value != other[name]}
+
+
 def test_a_copy_of_the_checkpoint_is_alike_and_other_weights_are_not(checkpoint, tmp_path):
-    copy, other = tmp_path / "copy", tmp_path / "other"
-    shutil.copytree(checkpoint, copy)
-    other.mkdir()
-    write_checkpoint(other, seed=8)
-    assert alike(checkpoint) == alike(copy)
-    assert {name for name, value in alike(other).items() if value != alike(copy)[name]} == {
-        "the checkpoint fingerprint"
-    }
+    copy = shutil.copytree(checkpoint, tmp_path / "copy")
+    assert alike(copy) == alike(checkpoint)
+    write_checkpoint(copy, seed=8)
+    assert differ(alike(copy), alike(checkpoint)) == {"the checkpoint fingerprint"}
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"page_size": 8}, {"kernels": "plain"}, {"mesh": "dp=2"}, {"encrypt_bulk": True}, {"seed": 3}],
+    ("name", "value"),
+    [("page_size", 8), ("kernels", "plain"), ("mesh", "dp=2"), ("encrypt_bulk", True), ("seed", 3)],
 )
-def test_options_that_change_what_is_computed_must_be_alike_and_the_schedulers_need_not(checkpoint, change):
-    name = next(iter(change))
-    differ = {key for key, value in alike(checkpoint, **change).items() if value != alike(checkpoint)[key]}
-    assert differ == (set() if name == "seed" else {f"--{name.replace('_', '-')}"})
+def test_options_that_change_what_is_computed_must_be_alike_and_the_schedulers_need_not(checkpoint, name, value):
+    expected = set() if name == "seed" else {f"--{name.replace('_', '-')}"}
+    assert differ(alike(checkpoint, **{name: value}), alike(checkpoint)) == expected
 
 
 def test_a_default_is_alike_though_one_process_was_given_it(checkpoint):
@@ -54,10 +55,9 @@ def test_a_mesh_with_fewer_devices_than_processes_is_refused(checkpoint):
         alike(checkpoint, mesh="dp=1", devices=1)
 
 
-def test_the_engines_options_name_the_group(monkeypatch):
-    args = EngineArgs(
-        coordinator_address="127.0.0.1:77", num_processes=3, process_id=2, heartbeat_timeout=4, link_monitor_interval=7
-    )
+def test_the_engines_options_name_the_group():
+    place = {"coordinator_address": "127.0.0.1:77", "num_processes": 3, "process_id": 2}
+    args = EngineArgs(**place, heartbeat_timeout=4, link_monitor_interval=7)
     assert host_options(args) == HostOptions(("127.0.0.1", 77), 3, 2, "127.0.0.1", 300, 4, 7)
 
 
@@ -82,26 +82,24 @@ library.__cxa_atexit(ctypes.cast(library.abort, ctypes.c_void_p), None, None)  #
     assert (found.stdout, found.stderr, found.returncode) == ("1\n", "last words", 6)
 
 
-@pytest.mark.parametrize(
-    "of_one",
-    [
-        {"prefill_mesh": "dp=1", "decode_mesh": "dp=1"},
-        {"attention_mesh": "dp=2", "expert_mesh": "ep=2"},
-        {"attention_mesh": "dp=2", "expert_mesh": "ep=2", "afd_role": "expert", "afd_address": "127.0.0.1:7000"},
-    ],
-    ids=["prefill apart", "both sides", "experts"],
-)
-def test_an_engine_of_one_process_joins_no_group_of_what_has_started_it(of_one, monkeypatch):
-    for name, value in (("LWS_LEADER_ADDRESS", "127.0.0.1"), ("LWS_GROUP_SIZE", "2"), ("LWS_WORKER_INDEX", "1")):
+@pytest.fixture
+def started(monkeypatch):
+    """What has started this process says that it is the second of two."""
+    for name, value in LEADER_WORKER_SET.items():
         monkeypatch.setenv(name, value)
+
+
+SIDES = {"attention_mesh": "dp=2", "expert_mesh": "ep=2"}
+EXPERTS = SIDES | {"afd_role": "expert", "afd_address": "127.0.0.1:7000"}
+
+
+@pytest.mark.parametrize("of_one", [{"prefill_mesh": "dp=1", "decode_mesh": "dp=1"}, SIDES, EXPERTS], ids=str)
+def test_an_engine_of_one_process_joins_no_group_of_what_has_started_it(of_one, started):
     with pytest.raises(UserError, match=r"does not go with --num-processes .*\(--num-processes 1 --process-id 0\)"):
         host_options(EngineArgs(**of_one))
     assert host_options(EngineArgs(num_processes=1, process_id=0, **of_one)) is None
 
 
-def test_processes_of_an_attention_side_are_the_group_of_what_has_started_them(monkeypatch):
-    for name, value in (("LWS_LEADER_ADDRESS", "127.0.0.1"), ("LWS_GROUP_SIZE", "2"), ("LWS_WORKER_INDEX", "1")):
-        monkeypatch.setenv(name, value)
-    apart = {"attention_mesh": "dp=2", "expert_mesh": "ep=2", "afd_role": "attention", "afd_address": "127.0.0.1:7000"}
-    options = host_options(EngineArgs(**apart))
+def test_processes_of_an_attention_side_are_the_group_of_what_has_started_them(started):
+    options = host_options(EngineArgs(**EXPERTS | {"afd_role": "attention"}))
     assert (options.process_id, options.num_processes) == (1, 2)

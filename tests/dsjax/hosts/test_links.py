@@ -7,6 +7,7 @@ import socket
 import sys
 from itertools import combinations
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from deployments import OTHER, request
@@ -29,7 +30,7 @@ def test_who_answers_is_reached_and_neither_who_is_gone_hangs_nor_has_another_ke
         ports = [well.port, gone.port, hangs.getsockname()[1], foreign.port]
         members = [request(number, port) for number, port in enumerate(ports)]
         here = links_of(own)
-        assert here.unreached(members, seconds=2) == [1, 2, 3]
+        assert here.unreached(members, seconds=5) == [1, 2, 3]
         assert here.unreached(members[:1]) == []
 
 
@@ -54,9 +55,7 @@ def test_as_few_as_it_takes_are_left_out_and_all_others_reach_each_other(cut, ex
 @pytest.fixture
 def watching(monkeypatch, endpoints):
     monkeypatch.setattr(links, "_PROBE_SECONDS", 20.0)  # a machine that runs the suite may be slow
-    made = links_of(endpoints())
-    yield made
-    made.close()
+    return links_of(endpoints())
 
 
 def test_a_link_s_round_trip_and_segments_are_seen(watching, endpoints):
@@ -76,9 +75,7 @@ def test_a_link_s_round_trip_and_segments_are_seen(watching, endpoints):
     if sys.platform == "linux":
         assert 0 < first.round_trip < 20
         assert 5 <= segments < watching.states[1].segments
-        assert 0 <= first.retransmitted < segments, (
-            "the kernel sends a segment again where this machine is late to acknowledge it"
-        )
+        assert 0 <= first.retransmitted < segments, "a busy machine acknowledges some late"
 
 
 def test_a_process_that_has_gone_is_counted_and_one_that_comes_in_its_place_is_watched(watching, endpoints):
@@ -104,13 +101,11 @@ def test_a_link_that_two_threads_drop_at_once_is_dropped():
         def __contains__(self, member):  # the other thread drops it as soon as this one has seen it
             return self.pop(member, None) is not None
 
-    closed = []
-    dropping = links_of(SimpleNamespace(port=1, serve=lambda *_, **__: None))
-    dropping._watched = Watched(one=(SimpleNamespace(close=lambda: closed.append("one")), 0, 0))
-    dropping._drop("one")
-    dropping._drop("one")
-    assert closed == ["one"]
-    dropping.close()
+    dropping, peer = links_of(Mock(port=1)), Mock()
+    dropping._watched = Watched(one=(peer, 0, 0))
+    for _ in range(2):
+        dropping._drop("one")
+    peer.close.assert_called_once_with()
 
 
 def test_a_stranger_at_a_process_s_port_is_no_answer(watching, endpoints):
@@ -141,10 +136,9 @@ def test_metrics_have_what_is_known_and_leave_out_what_is_not():
     add_link_metrics(registry, lambda: links, lambda: [Interface("eth0", 5, 6, 7.0)])
     lines = exposition(registry.families, openmetrics=False).decode().splitlines()
     shown = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
-    of = lambda name, peer: f'dsjax_link_{name}{{process="1",peer="{peer}"}}'  # noqa: E731
-    assert shown[of("round_trip_seconds", 0)] == 50e-6
-    assert of("round_trip_seconds", 2) not in shown
-    assert shown[of("probes_unanswered_total", 2)] == 4
-    assert shown[of("segments_retransmitted_total", 0)] == 3
+    assert shown['dsjax_link_round_trip_seconds{process="1",peer="0"}'] == 50e-6
+    assert 'dsjax_link_round_trip_seconds{process="1",peer="2"}' not in shown
+    assert shown['dsjax_link_probes_unanswered_total{process="1",peer="2"}'] == 4
+    assert shown['dsjax_link_segments_retransmitted_total{process="1",peer="0"}'] == 3
     assert shown['dsjax_network_bytes_total{process="1",interface="eth0",direction="received"}'] == 6
     assert shown['dsjax_network_speed_bytes_per_second{process="1",interface="eth0"}'] == 7

@@ -7,14 +7,16 @@ import dataclasses
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 from group_in_threads import enter, groups
 from waits import until
 
+from dsjax.hosts import coordination
 from dsjax.hosts import group as group_module
-from dsjax.hosts.group import GroupError
+from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.wire import Announcement
 from dsjax.messaging import RefusedError
 
@@ -22,21 +24,20 @@ from dsjax.messaging import RefusedError
 @pytest.fixture
 def three(monkeypatch):
     monkeypatch.setattr(group_module, "_LEAVE_BATCH_SECONDS", 0.3)
+    monkeypatch.setattr(coordination, "wait_until_forgotten", Mock())
     return groups(3)
 
 
-def test_a_process_that_comes_back_waits_until_jax_has_forgotten_the_one_before_and_is_told_of_when_it_is_ready(
-    three, monkeypatch
-):
-    leader, told, waited = three[0], [], []
-    monkeypatch.setattr("dsjax.hosts.coordination.wait_until_forgotten", waited.append)
+def test_a_process_that_comes_back_waits_until_jax_has_forgotten_the_one_before_and_is_told_of_when_it_is_ready(three):
+    leader, told = three[0], []
     leader.on_change = told.append
     leader.announce(Announcement(4, [0, 1, 2]))
     leader._door.wanted = "dp=2"
     three[2].endpoint.close()
     until(lambda: len(told) == 1)
     back = enter(three[2].options)
-    assert (waited, back.epoch, back._response.here) == ([2], 5, [0, 1])
+    coordination.wait_until_forgotten.assert_called_once_with(2)
+    assert (back.epoch, back._response.here) == (5, [0, 1])
     assert back.wanted == "dp=2"  # what it should compile for
     assert back._response.service == leader._response.service
     assert leader.live_ids == [0, 1]
@@ -50,13 +51,18 @@ def test_a_process_that_comes_back_waits_until_jax_has_forgotten_the_one_before_
     until(lambda: three[1].members == leader.members)  # by which it looks at links
 
 
-def test_the_mesh_changes_once_for_several_that_come_back_together(three, monkeypatch):
-    monkeypatch.setattr("dsjax.hosts.coordination.wait_until_forgotten", lambda process_id: None)
+def lose_all_but_the_leader(three) -> list[list[int]]:
+    """End the others' connections. Return a list that gets the ids of who is there at each change that is no loss."""
     leader, told = three[0], []
     leader.on_change = lambda error: error is None and told.append(leader.live_ids)
     for each in three[1:]:
         each.endpoint.close()
     until(lambda: leader.live_ids == [0])
+    return told
+
+
+def test_the_mesh_changes_once_for_several_that_come_back_together(three):
+    told = lose_all_but_the_leader(three)
     back = [enter(each.options) for each in three[1:]]
     for each in back:
         each.report_ready()
@@ -64,16 +70,11 @@ def test_the_mesh_changes_once_for_several_that_come_back_together(three, monkey
     assert told == [[0, 1, 2]]
 
 
-def test_one_that_comes_back_does_not_wait_for_another_that_still_prepares(three, monkeypatch):
-    monkeypatch.setattr("dsjax.hosts.coordination.wait_until_forgotten", lambda process_id: None)
-    leader, told, prepares = three[0], [], threading.Event()
-    leader.on_change = lambda error: error is None and told.append(leader.live_ids)
-    for each in three[1:]:
-        each.endpoint.close()
-    until(lambda: leader.live_ids == [0])
+def test_one_that_comes_back_does_not_wait_for_another_that_still_prepares(three):
+    told, prepares = lose_all_but_the_leader(three), threading.Event()
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(enter, three[1].options, lambda: prepares.wait(60) and {})
-        until(lambda: 1 in leader._door._callers)
+        until(lambda: 1 in three[0]._door._callers)
         enter(three[2].options).report_ready()
         until(lambda: told)
         assert told == [[0, 2]]
@@ -82,17 +83,15 @@ def test_one_that_comes_back_does_not_wait_for_another_that_still_prepares(three
 
 
 def test_a_process_that_cannot_follow_raises_it_and_ends_no_process(three, monkeypatch):
-    monkeypatch.setattr("dsjax.hosts.coordination.wait_until_forgotten", lambda process_id: None)
-    monkeypatch.setattr(group_module, "_GRACE_SECONDS", 0.5)
-    ended, leader = [], three[0]
-    monkeypatch.setattr(group_module.os, "_exit", ended.append)
+    ends, leader = Mock(), three[0]
+    monkeypatch.setattr(HostGroup, "_end_process", ends)
     leader._log.close()
     three[2].endpoint.close()
     until(lambda: 2 not in leader._door._callers)
     with pytest.raises(GroupError, match=r"the group of process 0 \(.*\) cannot be followed"):
         enter(three[2].options)
     until(lambda: not [one for one in threading.enumerate() if one.name == "dsjax-last-words"])
-    assert not ended
+    ends.assert_not_called()
 
 
 def test_a_loss_is_told_of_though_another_process_has_come_under_the_id_before_anybody_listens(three):

@@ -1,9 +1,13 @@
 """The rendezvous, its processes played by threads: who comes, what must be alike, and one clear message for everybody."""
 
+import contextlib
 import dataclasses
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -11,49 +15,43 @@ from deployments import OTHER
 from group_in_threads import enter, opened, options_of
 from waits import until
 
+from dsjax.addresses import split_address
 from dsjax.errors import UserError
 from dsjax.hosts import HostOptions, coordination, rendezvous
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.wire import JoinRequest, on_loopback
+from dsjax.messaging import Endpoint
 
 ALIKE = {"the version of dsjax": "1.0", "--mesh": "dp=4", "the checkpoint fingerprint": "ab12"}
 
 
 @pytest.fixture(autouse=True)
-def short_linger(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_LINGER_SECONDS", 0.5)
+def long_linger(monkeypatch):
+    """Process 0 waits for those that come late on a busy machine; it waits no longer where all have come."""
+    monkeypatch.setattr(rendezvous, "_LINGER_SECONDS", 30.0)
 
 
-def group_of(count: int, timeout: int = 120) -> list[HostOptions]:
-    return options_of(count, start=timeout)
+@pytest.fixture
+def clock(monkeypatch):
+    """Make a clock of the rendezvous that a test can put forward, until when it waits for those that do not come."""
+    made = SimpleNamespace(ahead=0.0, monotonic=lambda: time.monotonic() + made.ahead, sleep=time.sleep)
+    monkeypatch.setattr(rendezvous, "time", made)
+    for name, seconds in (("_LINGER_SECONDS", 0.1), ("_FIRST_REPORT_SECONDS", 0.1), ("_REPORT_SECONDS", 0.2)):
+        monkeypatch.setattr(rendezvous, name, seconds)
+    return made
 
 
-def hold(
-    processes: list[HostOptions], alike: list[dict | Exception] | None = None
-) -> list[list[JoinRequest] | Exception]:
-    """The members that each process finds, or what it raises, all at once."""
-    found: list = [None] * len(processes)
+def hold(processes: list[HostOptions], alike: list | None = None) -> list[list[JoinRequest] | Exception]:
+    """The members that each process finds, or what it raises, all at once. alike: what each says or raises; None: `ALIKE`."""
 
-    def attend(index: int) -> None:
-        def prepare():
-            given = ALIKE if alike is None else alike[index]
-            if isinstance(given, Exception):
-                raise given
-            return given
-
+    def attend(process: HostOptions, given: dict | Exception) -> list[JoinRequest] | Exception:
+        prepare = Mock(side_effect=given) if isinstance(given, Exception) else Mock(return_value=given)
         try:
-            found[index] = enter(processes[index], prepare).members
+            return enter(process, prepare).members
         except Exception as error:
-            found[index] = error
+            return error
 
-    threads = [threading.Thread(target=attend, args=(index,), daemon=True) for index in range(len(processes))]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + 60
-    for thread in threads:
-        thread.join(deadline - time.monotonic())
-    assert not any(thread.is_alive() for thread in threads), "somebody hangs"
-    return found
+    return list(ThreadPoolExecutor().map(attend, processes, alike or [ALIKE] * len(processes), timeout=60))
 
 
 def messages(found: list) -> list[str]:
@@ -64,62 +62,49 @@ def messages(found: list) -> list[str]:
 
 
 def test_all_get_the_same_members_in_the_order_of_their_ids():
-    found = hold(group_of(4))
+    found = hold(options_of(4))
     assert [member.process_id for member in found[0]] == [0, 1, 2, 3]
     assert found[1:] == [found[0]] * 3
 
 
 def test_jax_s_service_listens_before_anybody_is_told_where(monkeypatch):
     """Its port was free a moment before; what has taken it meanwhile is no reason to fail."""
-    taken = socket.create_server(("127.0.0.1", 0))
-    tried = []
-
-    def start(address: str, *_) -> str:
-        tried.append(address)
-        if len(tried) == 1:
-            raise coordination.jax.errors.JaxRuntimeError("the address is in use")
-        return "the service"
-
+    start = Mock(side_effect=[coordination.jax.errors.JaxRuntimeError("the address is in use"), "the service"])
     monkeypatch.setattr(coordination, "start_coordination_service", start)
-    service, address = coordination.start_service(group_of(2)[0])
-    assert (service, address) == ("the service", tried[1])
-    taken.close()
+    service, address = coordination.start_service(options_of(2)[0])
+    assert (service, address) == ("the service", start.call_args_list[1].args[0])
 
 
 def test_no_other_process_is_given_the_port_of_jax_s_service_while_it_starts(monkeypatch):
     """gRPC shares its port, so two services that were given the same free port would both listen."""
 
     def start(address: str, *_) -> str:
-        host, port = address.rsplit(":", 1)
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind((host, int(port)))
+            other.bind(split_address(address))
         with socket.socket() as shared:  # as gRPC does
             shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            shared.bind((host, int(port)))
+            shared.bind(split_address(address))
         return "the service"
 
     monkeypatch.setattr(coordination, "start_coordination_service", start)
-    assert coordination.start_service(group_of(2)[0])[0] == "the service"
+    assert coordination.start_service(options_of(2)[0])[0] == "the service"
 
 
-def test_a_missing_process_is_named_by_all_that_came_and_by_process_0_again_and_again_while_it_waits(
-    caplog, monkeypatch
-):
-    monkeypatch.setattr(rendezvous, "_FIRST_REPORT_SECONDS", 0.1)
-    monkeypatch.setattr(rendezvous, "_REPORT_SECONDS", 0.2)
-    processes = group_of(4, timeout=2)
-    found = messages(hold([processes[0], processes[2]]))
-    assert found[0] == found[1]
-    assert "processes 1, 3 of 4 did not come to 127.0.0.1:" in found[0]
-    assert "within 2 s (--start-timeout); here: 0 (" in found[0]
-    said = [record.getMessage() for record in caplog.records if "Waiting at" in record.getMessage()]
+def test_a_missing_process_is_named_by_all_that_came_and_by_process_0_again_and_again(caplog, clock):
+    processes = options_of(4, start=600)
+    forming = ThreadPoolExecutor().submit(hold, [processes[0], processes[2]])
     host = JoinRequest.of(processes[0], 0).host
     expected = f"Waiting at {processes[0].coordinator_text} for processes 1, 3 of 4; here: 0 ({host}), 2 ({host})"
-    assert said.count(expected) >= 2
+    until(lambda: [record.getMessage() for record in caplog.records].count(expected) >= 2)
+    clock.ahead = 600.0
+    found = messages(forming.result(60))
+    assert found[0] == found[1]
+    assert "processes 1, 3 of 4 did not come to 127.0.0.1:" in found[0]
+    assert "within 600 s (--start-timeout); here: 0 (" in found[0]
 
 
 def test_without_process_0_each_says_where_it_looked():
-    _, process = group_of(2, timeout=1)
+    _, process = options_of(2, start=1)
     (found,) = messages(hold([process]))
     assert f"no process 0 at 127.0.0.1:{process.coordinator[1]} within 1 s" in found
     assert "nobody answers" in found
@@ -127,14 +112,14 @@ def test_without_process_0_each_says_where_it_looked():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "shown"),
+    ("change", "shown"),
     [
-        ("the version of dsjax", "1.1", "has the version of dsjax 1.1, process 0 has 1.0"),
-        ("--kernels", "plain", "has --kernels plain, process 0 has not set"),
+        ({"the version of dsjax": "1.1"}, "has the version of dsjax 1.1, process 0 has 1.0"),
+        ({"--kernels": "plain"}, "has --kernels plain, process 0 has not set"),
     ],
 )
-def test_what_is_not_alike_is_named_with_both_values_in_every_process(name, value, shown):
-    found = messages(hold(group_of(3), [ALIKE, ALIKE, ALIKE | {name: value}]))
+def test_what_is_not_alike_is_named_with_both_values_in_every_process(change, shown):
+    found = messages(hold(options_of(3), [ALIKE, ALIKE, ALIKE | change]))
     assert len(set(found)) == 1
     assert found[0].startswith("process 2 (")
     assert shown in found[0]
@@ -143,9 +128,7 @@ def test_what_is_not_alike_is_named_with_both_values_in_every_process(name, valu
 def test_what_one_cannot_prepare_is_told_to_all_and_raised_as_it_was_there():
     wrong = UserError("no model at /nowhere")
     for index in (0, 1):
-        alike: list = [ALIKE, ALIKE, ALIKE]
-        alike[index] = wrong
-        found = hold(group_of(3), alike)
+        found = hold(options_of(3), [wrong if number == index else ALIKE for number in range(3)])
         assert found[index] is wrong
         others = messages([error for error in found if error is not wrong])
         assert len(set(others)) == 1
@@ -154,13 +137,11 @@ def test_what_one_cannot_prepare_is_told_to_all_and_raised_as_it_was_there():
 
 
 def test_one_that_cannot_be_in_the_group_is_refused_alone_and_the_group_goes_on_forming(caplog, monkeypatch):
-    processes = group_of(3)
+    processes = options_of(3)
     came = threading.Event()
     prepare = rendezvous.Door._prepare
     monkeypatch.setattr(rendezvous.Door, "_prepare", lambda *told: prepare(*told) or came.set())
-    leader: list = []
-    thread = threading.Thread(target=lambda: leader.extend(hold([processes[0], processes[1]])))
-    thread.start()
+    leader = ThreadPoolExecutor().submit(hold, processes[:2])
     assert came.wait(60)
     for wrong, message in (
         (processes[1], "both have --process-id 1; give each its own"),
@@ -171,20 +152,18 @@ def test_one_that_cannot_be_in_the_group_is_refused_alone_and_the_group_goes_on_
         assert message in found
         assert message in caplog.text
     (last,) = hold([processes[2]])
-    thread.join(60)
-    assert leader == [last, last]
+    assert leader.result(60) == [last, last]
     assert [member.process_id for member in last] == [0, 1, 2]
 
 
-def test_who_was_refused_and_who_had_another_key_is_named_when_the_time_is_over():
-    processes = group_of(2, timeout=4)
-    leader: list = []
-    thread = threading.Thread(target=lambda: leader.extend(hold([processes[0]])))
-    thread.start()
+def test_who_was_refused_and_who_had_another_key_is_named_when_the_time_is_over(caplog, clock):
+    processes = options_of(2, start=600)
+    leader = ThreadPoolExecutor().submit(hold, processes[:1])
     (refused,) = messages(hold([dataclasses.replace(processes[1], num_processes=3)]))
     (stranger,) = messages(hold([dataclasses.replace(processes[1], credentials=OTHER)]))
-    thread.join(60)
-    (found,) = messages(leader)
+    until(lambda: "were turned away" in caplog.text)
+    clock.ahead = 600.0
+    (found,) = messages(leader.result(60))
     assert "process 1 of 2 did not come to 127.0.0.1:" in found
     assert f"Refused: {refused}" in found
     assert "Connections that were turned away: 1 with another cluster key" in found
@@ -200,16 +179,26 @@ def forgotten(monkeypatch):
     return event
 
 
-def held(processes: list[HostOptions], left: list) -> list[HostGroup]:
+def come(options: HostOptions, leader: Endpoint) -> Endpoint:
+    """Ask process 0 to join its group, and wait for no answer."""
+    endpoint = rendezvous.open_endpoint(options)
+    peer = endpoint.connect(leader.address, "member")
+    peer.request("join", JoinRequest.of(options, endpoint.port))
+    peer.send("prepared", {"alike": ALIKE})
+    return endpoint
+
+
+def held() -> tuple[list[HostOptions], list[HostGroup], list]:
+    """A group of two: its options, the processes, and who has left."""
+    processes, left = options_of(2), []
     hold(processes)
     groups = sorted(opened, key=lambda group: group.options.process_id)
     groups[0].on_change = left.append
-    return groups
+    return processes, groups, left
 
 
 def test_another_process_under_the_id_of_a_member_that_lives_is_refused_alone():
-    processes, left = group_of(2), []
-    held(processes, left)
+    processes, _, left = held()
     (found,) = messages(hold([processes[1]]))
     assert "is in the group, and another on " in found
     assert "has its --process-id 1; give each its own" in found
@@ -217,42 +206,33 @@ def test_another_process_under_the_id_of_a_member_that_lives_is_refused_alone():
 
 
 def test_a_process_that_comes_in_the_moment_in_which_the_one_before_has_died_is_let_in(forgotten):
-    processes, left = group_of(2), []
-    groups = held(processes, left)
+    processes, groups, _ = held()
     for _ in range(3):
         groups[-1].endpoint.close()
         groups.append(enter(processes[1], lambda: ALIKE))
 
 
 def test_of_two_that_come_back_under_one_id_at_once_one_comes_in_and_the_other_is_told(forgotten):
-    processes, left = group_of(2), []
-    held(processes, left)[1].endpoint.close()
-    until(lambda: left)
-    forgotten.clear()
-    came: list = []
-    threads = [threading.Thread(target=lambda: came.extend(hold([processes[1]]))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    until(lambda: came)
-    (refused,) = messages(came)
-    assert "is coming back to the group, and another on " in refused
-    assert "has its --process-id 1; give each its own" in refused
-    forgotten.set()
-    for thread in threads:
-        thread.join(60)
-    assert [member.process_id for member in came[1]] == [0, 1]
-
-
-def test_one_that_goes_while_it_waits_to_come_back_gives_way_to_the_next(forgotten):
-    processes, left = group_of(2), []
-    leader, second = held(processes, left)
+    processes, (_, second), left = held()
     second.endpoint.close()
     until(lambda: left)
     forgotten.clear()
-    first = rendezvous.open_endpoint(processes[1])
-    peer = first.connect(leader.endpoint.address, "member")
-    peer.request("join", JoinRequest.of(processes[1], first.port))
-    peer.send("prepared", {"alike": ALIKE})
+    pool = ThreadPoolExecutor()
+    answers = as_completed([pool.submit(hold, processes[1:]) for _ in range(2)], timeout=60)
+    (refused,) = messages(next(answers).result())
+    assert "is coming back to the group, and another on " in refused
+    assert "has its --process-id 1; give each its own" in refused
+    forgotten.set()
+    (members,) = next(answers).result()
+    assert [member.process_id for member in members] == [0, 1]
+
+
+def test_one_that_goes_while_it_waits_to_come_back_gives_way_to_the_next(forgotten):
+    processes, (leader, second), left = held()
+    second.endpoint.close()
+    until(lambda: left)
+    forgotten.clear()
+    first = come(processes[1], leader.endpoint)
     until(lambda: 1 in leader._door._callers)
     first.close()
     until(lambda: 1 not in leader._door._callers)
@@ -264,8 +244,7 @@ def test_one_that_goes_while_it_waits_to_come_back_gives_way_to_the_next(forgott
 
 
 def test_one_that_comes_back_otherwise_or_at_the_end_is_told_so():
-    processes, left = group_of(2), []
-    leader, second = held(processes, left)
+    processes, (leader, second), left = held()
     second.endpoint.close()
     until(lambda: left)
     (found,) = messages(hold([processes[1]], [ALIKE | {"--mesh": "dp=8"}]))
@@ -278,18 +257,13 @@ def test_one_that_comes_back_otherwise_or_at_the_end_is_told_so():
 
 
 def test_a_stranger_in_the_place_of_process_0_is_no_group():
-    processes = group_of(2, timeout=1)
-    with socket.socket() as service:
-        service.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        service.bind(("127.0.0.1", processes[0].coordinator[1]))
-        service.listen()
+    processes = options_of(2, start=1)
+    with socket.create_server(processes[0].coordinator) as service:
 
         def answer() -> None:
-            while True:
-                try:
+            with contextlib.suppress(OSError):
+                while True:
                     service.accept()[0].sendall(b"HTTP/1.1 400 Bad Request\r\n" * 4)
-                except OSError:
-                    return
 
         threading.Thread(target=answer, daemon=True).start()
         (found,) = messages(hold([processes[1]]))
@@ -298,17 +272,15 @@ def test_a_stranger_in_the_place_of_process_0_is_no_group():
 
 
 def test_a_port_in_use_is_known_at_once():
-    processes = group_of(2)
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", processes[0].coordinator[1]))
-        other.listen()
+    processes = options_of(2)
+    with socket.create_server(processes[0].coordinator):
         (found,) = messages(hold([processes[0]]))
     assert "--coordinator-address: cannot listen at 127.0.0.1 port" in found
     assert "Address already in use" in found
 
 
 def test_a_process_that_dies_while_the_group_forms_ends_it():
-    processes = group_of(3)
+    processes = options_of(3)
 
     def visit() -> None:
         """Come, and go without a word."""
@@ -324,13 +296,10 @@ def test_a_process_that_dies_while_the_group_forms_ends_it():
 
 
 def test_a_process_that_dies_while_jax_s_service_starts_ends_the_group_too(monkeypatch):
-    processes = group_of(2)
-    second = rendezvous.open_endpoint(processes[1])
+    processes = options_of(2)
     leader = rendezvous.open_endpoint(processes[0])
     door = rendezvous.Door(processes[0], leader, "127.0.0.1:1")
-    peer = second.connect(leader.address, "member")
-    peer.request("join", JoinRequest.of(processes[1], second.port))
-    peer.send("prepared", {"alike": ALIKE})
+    second = come(processes[1], leader)
 
     def start(options):
         second.close()
@@ -345,7 +314,7 @@ def test_a_process_that_dies_while_jax_s_service_starts_ends_the_group_too(monke
 
 def test_who_comes_to_another_process_than_process_0_is_told_so():
     """On one host the coordinator's port may be the one that another process was given."""
-    processes = group_of(2)
+    processes = options_of(2)
     other = rendezvous.open_endpoint(processes[1])
     (found,) = messages(hold([dataclasses.replace(processes[1], coordinator=("127.0.0.1", other.port))]))
     other.close()
@@ -353,13 +322,13 @@ def test_who_comes_to_another_process_than_process_0_is_told_so():
 
 
 def test_an_address_that_was_not_known_is_found_before_anything_listens(monkeypatch):
-    options = dataclasses.replace(group_of(2)[1], address="", start_timeout=1)
+    options = dataclasses.replace(options_of(2)[1], address="")
     answers = iter(["", "127.0.0.1"])
     monkeypatch.setattr(rendezvous, "own_address", lambda *_: next(answers))
     assert rendezvous.with_own_address(options).address == "127.0.0.1"
     monkeypatch.setattr(rendezvous, "own_address", lambda *_: "")
     with pytest.raises(GroupError, match=r"the name of process 0, '127\.0\.0\.1', is not known"):
-        rendezvous.with_own_address(options)
+        rendezvous.with_own_address(dataclasses.replace(options, start_timeout=1))
 
 
 def test_loopback_addresses_are_refused_where_the_machines_differ():

@@ -24,18 +24,11 @@ pytestmark = pytest.mark.slow
 def test_two_processes_with_a_stage_each_make_the_tokens_of_one_device_and_end_together(tmp_path):
     """With drafts, redundant experts, and so few pages on the devices that those of earlier prompts come back from host memory."""
     checkpoint = str(write_checkpoint(tmp_path, mtp=True))
-    drafts = {"method": "mtp", "num_speculative_tokens": 1}
-    (tokens, loads), sampled = generate_alone(
-        checkpoint, lambda llm: (record(llm), sample(llm)), **FEW_SHAPES, speculative_config=drafts
-    )
-    options = FEW_SHAPES | {
-        "model": checkpoint,
-        "mesh": "pp=2,tp=2",  # one DP rank, so that prompts push out each other's pages
-        "speculative_config": drafts,
-        "redundant_experts": 2,
-        "cache_tokens": 36,
-        "host_cache_bytes": 400_000,
-    }
+    drafting = FEW_SHAPES | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    (tokens, loads), sampled = generate_alone(checkpoint, lambda llm: (record(llm), sample(llm)), **drafting)
+    # One DP rank, so that prompts push out each other's pages.
+    options = drafting | {"model": checkpoint, "mesh": "pp=2,tp=2", "redundant_experts": 2}
+    options |= {"cache_tokens": 36, "host_cache_bytes": 400_000}
     group = Group(["tests/dsjax/hosts/llm_process.py", "--options", json.dumps(options)], 2)
     try:
         group.wait_for(0, "ready")

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -40,12 +40,20 @@ class Served(ServedGroup):
         self.checkpoint = checkpoint
         with mock.patch.dict(os.environ, {"DSJAX_CLUSTER_KEY": CLUSTER_KEY}):
             # A process that hangs is waited for as long as a heartbeat's timeout.
-            super().__init__({"model": checkpoint, "mesh": "dp=4"} | OPTIONS, heartbeat=8)
+            super().__init__({"model": checkpoint, "mesh": "dp=4"} | OPTIONS, heartbeat=20)
         self.wait_until_ready()
         self.find_follower()
 
     def find_follower(self) -> None:
         self.follower = re.search(r"/metrics at (http://[\d.:]+)", self.group.output[1]).group(1)
+
+    def until_follower_is(self, status: str) -> None:
+        """Wait: process 0 answers before its follower has got that far."""
+        until(lambda: httpx.get(f"{self.follower}/ready").json() == {"status": status}, every=0.1, what=status)
+
+    def until_devices_are(self, count: int) -> None:
+        """Wait: on a busy machine streams may have come to their end before a process was lost."""
+        until(lambda: self.metric("dsjax_generation_devices") == count, every=0.1, what=f"{count} devices")
 
     def read_bytes(self) -> float:
         """Bytes of weights that changed meshes have read from the checkpoint."""
@@ -94,23 +102,23 @@ def test_prompts_are_scored(served, alone):
     assert all(value < 0 for value in answer["token_logprobs"][1:])
 
 
-def test_experts_are_counted_over_all_processes(served):
-    served.check_experts_are_counted()
-
-
 def test_the_follower_says_that_it_follows(served):
     before = served.metric("dsjax_follower_commands_total", url=served.follower)
     served.complete(prompt="x")
     assert served.metric("dsjax_follower_commands_total", url=served.follower) > before
+    served.until_follower_is("ready")
     assert served.metric("dsjax_follower_ready", url=served.follower) == 1
     assert httpx.get(f"{served.follower}/health").status_code == 200
-    assert httpx.get(f"{served.follower}/ready").json() == {"status": "ready"}
     assert httpx.get(f"{served.follower}/v1/models").status_code == 404
 
 
 def test_nothing_is_compiled_while_serving_and_pages_come_back(served):
     assert served.post("/flush_cache").status_code == 200
     assert served.metric("dsjax_compilations_after_warm_up_total") == 0
+
+
+def test_experts_are_counted_over_all_processes(served):
+    served.check_experts_are_counted()
 
 
 # From here on the mesh changes: the order of these tests is theirs.
@@ -127,41 +135,29 @@ COMMON = {"max_tokens": 48, "temperature": 0, "ignore_eos": True, "logprobs": 0}
 
 
 class Streams:
-    """Requests of several kinds, each streamed to its end by a thread: text, and the log-probability of each token."""
+    """Requests of several kinds, each streamed to its end by a thread."""
 
     def __init__(self, served: Served, requests: list[dict]):
-        self.served, self.first = served, threading.Event()
-        self.texts, self.logprobs = [""] * len(requests), [[] for _ in requests]
-        self.errors: list[str] = []
-        self.threads = [
-            threading.Thread(target=self._read, args=(index, request), daemon=True)
-            for index, request in enumerate(requests)
-        ]
-        for thread in self.threads:
-            thread.start()
+        self._url, self.first = served.url, threading.Event()
+        self._answers = [ThreadPoolExecutor().submit(self._read, request) for request in requests]
 
-    def _read(self, index: int, request: dict) -> None:
+    def _read(self, request: dict) -> tuple[str, list[float]]:
+        text, logprobs = "", []
         body = {"model": "tiny", "stream": True, **COMMON, **request}
-        with httpx.stream("POST", f"{self.served.url}/v1/completions", json=body, timeout=300) as answer:
+        with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=300) as answer:
             for line in answer.iter_lines():
-                if not line or line == "data: [DONE]":
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    self.errors.append(str(event))
-                    return
-                (choice,) = event["choices"]
-                self.texts[index] += choice["text"]
-                self.logprobs[index] += (choice["logprobs"] or {}).get("token_logprobs", [])
-                self.first.set()
+                if line and line != "data: [DONE]":
+                    event = json.loads(line.removeprefix("data: "))
+                    assert "error" not in event, event
+                    (choice,) = event["choices"]
+                    text += choice["text"]
+                    logprobs += (choice["logprobs"] or {}).get("token_logprobs", [])
+                    self.first.set()
+        return text, logprobs
 
     def join(self) -> list[tuple[str, list[float]]]:
-        """What each said, to its end, and the log-probabilities of it."""
-        for thread in self.threads:
-            thread.join(300)
-            assert not thread.is_alive(), self.served.group.last_words()
-        assert not self.errors
-        return list(zip(self.texts, self.logprobs, strict=True))
+        """What each said, to its end, and the log-probability of each token."""
+        return [answer.result(300) for answer in self._answers]
 
 
 @pytest.fixture(scope="module")
@@ -170,26 +166,19 @@ def undisturbed(alone):
 
     def made(request):
         request = COMMON | request
-        prompt = request.pop("prompt")
-        if "structured_outputs" in request:
-            request["structured_outputs"] = StructuredOutputs(**request["structured_outputs"])
-        (output,) = alone.generate(prompt, SamplingParams(**request))[0].outputs
+        prompt, structured = request.pop("prompt"), request.pop("structured_outputs", None)
+        params = SamplingParams(**request, structured_outputs=structured and StructuredOutputs(**structured))
+        (output,) = alone.generate(prompt, params)[0].outputs
         chosen = zip(output.token_ids, output.logprobs, strict=True)
         return output.text, [found[token].logprob for token, found in chosen]
 
     return [made(request) for request in MIXED]
 
 
-def expert_bytes(served) -> int:
-    config = load_config(served.checkpoint)
-    infos = abstract_parameters(config, weights="f32", platform="cpu", mtp=False)
-    return sum(info.nbytes for path, info in infos.items() if ".experts." in path)
-
-
-def all_bytes(served) -> int:
-    """Bytes of all parameters: what each process has on the mesh of both, and half of the experts."""
-    config = load_config(served.checkpoint)
-    return sum(info.nbytes for info in abstract_parameters(config, weights="f32", platform="cpu", mtp=False).values())
+def all_bytes(served, of: str = "") -> int:
+    """Bytes of the parameters whose path contains `of`. On the mesh of both, each process has all but half of the experts."""
+    infos = abstract_parameters(load_config(served.checkpoint), weights="f32", mtp=False)
+    return sum(info.nbytes for path, info in infos.items() if of in path)
 
 
 def test_a_mesh_that_cannot_be_is_refused_and_changes_nothing(served):
@@ -202,19 +191,17 @@ def test_a_mesh_that_cannot_be_is_refused_and_changes_nothing(served):
 def test_streams_stay_open_and_are_those_of_one_device_to_the_bit_while_the_mesh_shrinks_and_grows(served, undisturbed):
     streams = Streams(served, MIXED)
     streams.first.wait(240)
-    answers: list[httpx.Response] = []
-    asking = threading.Thread(target=lambda: answers.append(served.post("/scale", mesh="dp=2")))
-    asking.start()
-    while httpx.get(f"{served.url}/ready").status_code != 503:
-        assert asking.is_alive()
-    assert "not ready: " in httpx.get(f"{served.url}/ready").text
+    asking = ThreadPoolExecutor().submit(served.post, "/scale", mesh="dp=2")
+    while (ready := httpx.get(f"{served.url}/ready")).status_code != 503:
+        assert not asking.done()
     assert served.post("/scale", mesh="dp=4").status_code == 409
+    assert "not ready: " in ready.text
     late = Streams(served, MIXED[:1])  # comes while nothing computes
-    asking.join(300)
-    assert answers[0].status_code == 200, answers[0].text
-    found = answers[0].json()
+    answer = asking.result(300)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
     assert [found[name] for name in ("mesh", "devices", "processes", "generation")] == ["dp=2", 2, 1, 1]
-    assert httpx.get(f"{served.follower}/ready").json() == {"status": "standing by"}
+    served.until_follower_is("standing by")
     answer = served.post("/scale", mesh="dp=4")
     assert answer.status_code == 200, answer.text
     assert streams.join() == undisturbed
@@ -232,23 +219,26 @@ def test_a_follower_killed_in_a_step_costs_nobody_a_token_and_joins_again_under_
     streams.first.wait(240)
     served.group.processes[1].send_signal(signal.SIGKILL)
     assert streams.join() == undisturbed
-    assert served.metric("dsjax_generation_devices") == 2
+    served.until_devices_are(2)
     assert served.metric("dsjax_generation_devices_wanted") == 4
     read = served.read_bytes()
-    assert read == before + expert_bytes(served) // 2  # those of its devices
+    half = all_bytes(served, ".experts.") // 2
+    assert read == before + half  # those of its devices
+    served.group.wait_for(0, "has gone away")
     assert re.search(r"process 1 \(.*, pid \d+\) has gone away", served.group.output[0])
     assert "Traceback" not in served.group.output[0]
     served.group.start_again(1)
-    deadline = time.monotonic() + 300
-    while served.metric("dsjax_generation_devices") < 4:
+
+    def is_whole():
         assert Streams(served, MIXED[:1]).join() == undisturbed[:1]
-        assert time.monotonic() < deadline, served.group.last_words()
-        time.sleep(1)
+        return served.metric("dsjax_generation_devices") == 4
+
+    until(is_whole, 300, every=1, what="the mesh has both processes again")
     assert Streams(served, MIXED).join() == undisturbed
-    assert served.read_bytes() == read + all_bytes(served) - expert_bytes(served) // 2  # what it has
+    assert served.read_bytes() == read + all_bytes(served) - half  # what it has
     served.group.wait_for(1, "/metrics at ")
     served.find_follower()
-    assert httpx.get(f"{served.follower}/ready").json() == {"status": "ready"}
+    served.until_follower_is("ready")
 
 
 def test_a_follower_that_hangs_is_given_up_and_ends_when_it_goes_on(served, undisturbed):
@@ -256,14 +246,14 @@ def test_a_follower_that_hangs_is_given_up_and_ends_when_it_goes_on(served, undi
     streams.first.wait(240)
     served.group.processes[1].send_signal(signal.SIGSTOP)
     assert streams.join() == undisturbed
-    assert served.metric("dsjax_generation_devices") == 2
+    served.until_devices_are(2)
     served.group.processes[1].send_signal(signal.SIGCONT)
-    assert served.group.processes[1].wait(120) == 1
-    assert "goes on without this process" in served.group.output[1], served.group.output[1][-3000:]
+    assert served.group.processes[1].wait(240) == 1
+    served.group.wait_for(1, "goes on without this process")
 
 
 def test_the_group_ends_as_it_should_though_a_member_is_missing(served):
     pages = {load["used_pages"] for load in httpx.get(f"{served.url}/get_load").json()["ranks"]}
     assert pages == {0}
     served.group.processes[0].send_signal(signal.SIGTERM)
-    assert served.group.codes(120) == [0, 1], served.group.last_words()
+    assert served.group.codes(240) == [0, 1], served.group.last_words()

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from layouts import MODELS, write_checkpoint
-from llm_process import generate, generate_alone, sample
+from llm_process import OFFLOADING, generate, generate_alone, sample
 from processes import outputs_of
 from quick_compilation import FEW_SHAPES
 
@@ -13,26 +13,19 @@ from dsjax.checkpoint.shards import SafetensorsFolder
 
 pytestmark = pytest.mark.slow
 
-MODEL = MODELS["v3.2"]
-MESH = {"mesh": "dp=2,tp=2", "dispatch": "ragged"}
 # Without any of these, and with gather, a server over two processes makes the tokens of one on dp=4: test_two_process_server.py.
-ALL_AT_ONCE = {
-    "speculative_config": {"method": "mtp", "num_speculative_tokens": 2},
-    "enable_eplb": True,
-    "eplb_config": {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0},
-    "cache_tokens": 32,
-    "host_cache_bytes": 400_000,
-}
+EPLB = {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0}
+OPTIONS = OFFLOADING | {"enable_eplb": True, "eplb_config": EPLB}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return str(write_checkpoint(tmp_path_factory.mktemp("tiny"), mtp=True, **MODEL))
+    return str(write_checkpoint(tmp_path_factory.mktemp("tiny"), mtp=True, **MODELS["v3.2"]))
 
 
 @pytest.fixture(scope="module")
 def outputs(checkpoint):
-    return outputs_of({"model": checkpoint, **FEW_SHAPES, **MESH, **ALL_AT_ONCE}, "go", "others", "go", "sampled")
+    return outputs_of({"model": checkpoint, **FEW_SHAPES, **OPTIONS}, "go", "others", "go", "sampled")
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 from unittest.mock import Mock
 
+import jax
 import numpy as np
 import pytest
 from typer.testing import CliRunner
+from waits import until
 
 from dsjax.bench.modules.options import ModelOptions
 from dsjax.cli.main import app
@@ -40,11 +42,10 @@ def test_what_computes_is_compiled_with_all_optimisation_and_linked_before_what_
     monkeypatch.setattr(build, "run_command", lambda command, _: ran.append(command) or (0, ""))
     assert build.compile_library(["c++"], tmp_path / "kernels.so", "native") is None
     *compiles, link = ran
-    light = [Path(command[command.index("-c") + 1]).name for command in compiles if "-O1" in command]
-    assert light == list(build.LIGHT)
-    assert [Path(name).stem for name in link if name.endswith(".o")][-len(light) :] == [
-        Path(name).stem for name in light
-    ]
+    light = [Path(command[command.index("-c") + 1]) for command in compiles if "-O1" in command]
+    assert [path.name for path in light] == list(build.LIGHT)
+    linked = [Path(name).stem for name in link if name.endswith(".o")]
+    assert linked[-len(light) :] == [path.stem for path in light]
     assert all("-O3" in command for command in compiles)
 
 
@@ -55,18 +56,19 @@ def no_compiler(monkeypatch, tmp_path):
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
 
 
-def broken_compiler(monkeypatch, tmp_path, script):
-    path = tmp_path / "bin" / "broken-c++"
-    path.parent.mkdir()
-    path.write_text(f"#!/bin/sh\n{script}\n")
+def script(path, text):
+    """The name of a program of the shell."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
-    monkeypatch.setenv("CXX", str(path))
+    return str(path)
+
+
+def broken_compiler(monkeypatch, tmp_path, text):
+    monkeypatch.setenv("CXX", script(tmp_path / "broken-c++", text))
 
 
 @pytest.mark.parametrize(("given", "arguments"), [("sh -c true", ["-c", "true"]), ("sh", []), ("sh 'a b'", ["a b"])])
-def test_the_compiler_that_is_asked_for_may_have_arguments_and_a_path_with_spaces(
-    monkeypatch, tmp_path, given, arguments
-):
+def test_the_compiler_asked_for_may_have_arguments_and_a_path_with_spaces(monkeypatch, tmp_path, given, arguments):
     monkeypatch.setenv("CXX", given)
     assert build.compiler() == [shutil.which("sh"), *arguments]
     program = tmp_path / "my compilers" / "c++"
@@ -130,14 +132,17 @@ def test_what_was_built_is_found_again_and_tried_once(kernels, monkeypatch):
     assert choose(cache=cache_folder() / "native").native.path == kernels.native.path
 
 
+def copied(kernels, folder, name=None):
+    """The kernels' library in a folder of its own, or under another name."""
+    path = folder / "kept" / (name or kernels.native.path.name)
+    path.parent.mkdir(exist_ok=True)
+    return shutil.copy(kernels.native.path, path)
+
+
 def test_a_library_that_hangs_costs_one_line(kernels, monkeypatch, tmp_path):
-    shutil.copy(kernels.native.path, tmp_path)
-    hangs = tmp_path / "hangs"
-    hangs.write_text("#!/bin/sh\nexec sleep 60\n")
-    hangs.chmod(0o755)
-    monkeypatch.setattr(build.sys, "executable", str(hangs))
+    monkeypatch.setattr(build.sys, "executable", script(tmp_path / "hangs", "exec sleep 60"))
     monkeypatch.setattr(build, "TRY_SECONDS", 0.1)
-    assert "did not finish a small case" in why_plain(cache=tmp_path)
+    assert "did not finish a small case" in why_plain(cache=copied(kernels, tmp_path).parent)
 
 
 def test_another_machines_library_is_tried_and_left_alone(kernels, tmp_path):
@@ -154,48 +159,38 @@ def zeroed(patch, path):
     path.write_bytes(bytes(path.stat().st_size))
 
 
+LIBC, FFI = OSError("library: version `GLIBC_2.99' not found"), RuntimeError("FFI API version\nmismatch")
 AFTER_IT_WORKED = {
     "overwritten": zeroed,
     "cut": lambda patch, path: path.write_bytes(path.read_bytes()[:5000]),
-    "of another libc": lambda patch, path: patch.setattr(
-        native_calls.ctypes, "CDLL", Mock(side_effect=OSError(f"{path}: version `GLIBC_2.99' not found"))
-    ),
-    "without a kernel": lambda patch, path: patch.setattr(native_calls.ctypes, "CDLL", lambda name: object()),
-    "refused by JAX": lambda patch, path: patch.setattr(
-        native_calls.jax.ffi, "register_ffi_target", Mock(side_effect=RuntimeError("FFI API version\nmismatch"))
-    ),
-    "deleted meanwhile": lambda patch, path: patch.setattr(
+    "of another libc": lambda patch, _: patch.setattr(native_calls.ctypes, "CDLL", Mock(side_effect=LIBC)),
+    "without a kernel": lambda patch, _: patch.setattr(native_calls.ctypes, "CDLL", lambda name: object()),
+    "refused by JAX": lambda patch, _: patch.setattr(jax.ffi, "register_ffi_target", Mock(side_effect=FFI)),
+    "deleted meanwhile": lambda patch, _: patch.setattr(
         build, "_tried", lambda path: shutil.rmtree(path.parent) or True
     ),
-    "unreadable": lambda patch, path: patch.setattr(build.Path, "resolve", os_error(errno.EIO)),
+    "unreadable": lambda patch, _: patch.setattr(build.Path, "resolve", os_error(errno.EIO)),
 }
 
 
 @pytest.mark.parametrize("case", AFTER_IT_WORKED)
 def test_a_library_that_worked_once_and_does_not_load_now_costs_one_line(kernels, monkeypatch, tmp_path, case):
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    path = kept / kernels.native.path.name
-    shutil.copy(kernels.native.path, path)
-    assert choose(cache=kept).native.path == path
+    path = copied(kernels, tmp_path)
+    assert choose(cache=path.parent).native.path == path
     assert path.with_suffix(".tried").exists()
     with monkeypatch.context() as patch:
         patch.setattr(native_calls, "_libraries", dict)  # as in a new process
         AFTER_IT_WORKED[case](patch, path)
-        assert "native kernels" in why_plain(cache=kept)
+        assert "native kernels" in why_plain(cache=path.parent)
 
 
 BEFORE_IT_IS_BUILT = {
-    "no temporary folder": lambda patch: patch.setattr(
-        tempfile, "gettempdir", Mock(side_effect=FileNotFoundError(errno.ENOENT, "No usable temporary directory found"))
-    ),
-    "no process can be started": lambda patch: patch.setattr(build.subprocess, "Popen", os_error(errno.EAGAIN)),
-    "no descriptor is left": lambda patch: patch.setattr(build.os, "memfd_create", os_error(errno.EMFILE)),
-    "no sources": lambda patch: patch.setattr(build, "SOURCES", Path("missing")),
-    "no headers of JAX": lambda patch: patch.setattr(
-        build.jax.ffi, "include_dir", Mock(side_effect=AttributeError("gone"))
-    ),
-    "no interpreter": lambda patch: patch.setattr(build.sys, "executable", None),
+    "no temporary folder": (tempfile, "gettempdir", os_error(errno.ENOENT)),
+    "no process can be started": (build.subprocess, "Popen", os_error(errno.EAGAIN)),
+    "no descriptor is left": (build.os, "memfd_create", os_error(errno.EMFILE)),
+    "no sources": (build, "SOURCES", Path("missing")),
+    "no headers of JAX": (jax.ffi, "include_dir", Mock(side_effect=AttributeError("gone"))),
+    "no interpreter": (build.sys, "executable", None),
 }
 
 
@@ -203,24 +198,18 @@ BEFORE_IT_IS_BUILT = {
 def test_whatever_is_missing_where_kernels_are_built_costs_one_line(monkeypatch, tmp_path, case):
     broken_compiler(monkeypatch, tmp_path, "exit 0")
     with monkeypatch.context() as patch:
-        BEFORE_IT_IS_BUILT[case](patch)
+        patch.setattr(*BEFORE_IT_IS_BUILT[case])
         assert "native kernels" in why_plain(cache=tmp_path / "kept")
 
 
 def test_a_compiler_that_hangs_is_ended_with_all_that_it_started(monkeypatch, tmp_path):
-    script = (
-        f"[ $1 = --version ] && [ ! -e {tmp_path}/started ] && exit; sleep 600 & echo $! > {tmp_path}/started; wait"
-    )
-    broken_compiler(monkeypatch, tmp_path, script)
-    monkeypatch.setattr(build, "COMPILE_SECONDS", 1)
+    started = tmp_path / "started"
+    text = f"[ $1 = --version ] && [ ! -e {started} ] && exit; sleep 600 & echo $! > {started}; wait"
+    broken_compiler(monkeypatch, tmp_path, text)
+    monkeypatch.setattr(build, "COMPILE_SECONDS", 4)  # in which the shell has begun what does not end
     assert "did not build the native kernels" in choose(cache=tmp_path / "kept").note
-    status = Path("/proc", (tmp_path / "started").read_text().strip(), "status")
-    for _ in range(1000):  # a signal takes a moment
-        if not status.exists() or "State:\tZ" in status.read_text():
-            break
-        time.sleep(0.01)
-    else:
-        pytest.fail("what the compiler has started goes on")
+    status = Path("/proc", started.read_text().strip(), "status")
+    until(lambda: not status.exists() or "State:\tZ" in status.read_text())  # a signal takes a moment
     monkeypatch.setattr(build, "VERSION_SECONDS", 0.2)
     assert "did not tell its version" in choose(cache=tmp_path / "kept").note
 
@@ -244,30 +233,26 @@ def test_a_lock_that_is_never_given_back_or_is_somebody_elses_keeps_nobody_waiti
 
 
 def test_a_library_that_others_can_have_written_is_built_anew(kernels, monkeypatch, tmp_path):
-    path = tmp_path / kernels.native.path.name
-    shutil.copy(kernels.native.path, path)
+    path = copied(kernels, tmp_path)
     path.chmod(0o775)
     monkeypatch.setattr(build, "build", lambda path: build.BuiltLibrary(None, f"built anew: {path}"))
-    assert choose(cache=tmp_path).note == f"built anew: {path}"
+    assert choose(cache=path.parent).note == f"built anew: {path}"
     path.chmod(0o755)
-    tmp_path.chmod(0o777)  # this user's own, and so it is mended
-    assert choose(cache=tmp_path).native.path == path
-    assert tmp_path.stat().st_mode & 0o777 == 0o755
+    path.parent.chmod(0o777)  # this user's own, and so it is mended
+    assert choose(cache=path.parent).native.path == path
+    assert path.parent.stat().st_mode & 0o777 == 0o755
 
 
 @pytest.mark.parametrize("part", ["folder", "library"])
 def test_another_users_library_is_not_loaded(kernels, give_away, monkeypatch, tmp_path, part):
-    path = tmp_path / "kernels" / kernels.native.path.name
-    path.parent.mkdir()
-    shutil.copy(kernels.native.path, path)
-    shutil.copy(kernels.native.path, path.parent / build.prebuilt_name("native"))
+    paths = [copied(kernels, tmp_path, name) for name in (None, build.prebuilt_name("native"))]
+    folder = paths[0].parent
     monkeypatch.setattr(build, "build", lambda path: build.BuiltLibrary(None, "belongs to another user: built anew"))
-    give_away(path.parent if part == "folder" else path)
-    assert "belongs to another user" in why_plain(cache=path.parent)
-    if part == "library":
-        give_away(path.parent / build.prebuilt_name("native"))
+    for path in [folder] if part == "folder" else paths:
+        give_away(path)
+    assert "belongs to another user" in why_plain(cache=folder)
     with pytest.raises(UserError, match=r"are not loaded: .* belongs to another user"):
-        choose("native", prebuilt=path.parent)
+        choose("native", prebuilt=folder)
 
 
 def test_what_builds_have_left_that_were_killed_goes_with_the_next_one(monkeypatch, tmp_path):
@@ -300,26 +285,26 @@ def test_the_name_of_a_kept_library_depends_on_what_the_library_depends_on(monke
 
 
 def test_the_headers_of_jax_are_part_of_the_version(monkeypatch, tmp_path):
-    before, headers = build.source_version(), Path(build.jax.ffi.include_dir())
-    shutil.copytree(headers / "xla" / "ffi" / "api", tmp_path / "xla" / "ffi" / "api")
-    monkeypatch.setattr(build.jax.ffi, "include_dir", lambda: str(tmp_path))
+    before, api = build.source_version(), Path("xla", "ffi", "api")
+    shutil.copytree(jax.ffi.include_dir() / api, tmp_path / api)
+    monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
     assert build.source_version() == before
-    with (tmp_path / "xla" / "ffi" / "api" / "c_api.h").open("a") as file:
+    with (tmp_path / api / "c_api.h").open("a") as file:
         file.write("\n#define XLA_FFI_API_MINOR 99\n")
     assert build.source_version() != before
 
 
 def test_what_was_built_is_used_when_the_compiler_has_gone(kernels, no_compiler, tmp_path):
-    shutil.copy(kernels.native.path, tmp_path)
-    assert choose(cache=tmp_path).native.path == tmp_path / kernels.native.path.name
+    path = copied(kernels, tmp_path)
+    assert choose(cache=path.parent).native.path == path
 
 
 def test_prebuilt_kernels_are_used_and_others_refused(kernels, tmp_path, no_compiler):
     with pytest.raises(UserError, match="holds no native kernels of this version"):
         choose("native", prebuilt=tmp_path)
-    (tmp_path / build.prebuilt_name("a-first")).write_bytes(b"of another machine")
-    shutil.copy(kernels.native.path, tmp_path / build.prebuilt_name("b-second"))
-    assert choose("native", prebuilt=tmp_path).native.path == tmp_path / build.prebuilt_name("b-second")
+    path = copied(kernels, tmp_path, build.prebuilt_name("b-second"))
+    (path.parent / build.prebuilt_name("a-first")).write_bytes(b"of another machine")
+    assert choose("native", prebuilt=path.parent).native.path == path
 
 
 def test_the_command_lists_the_table_and_reports_what_it_cannot_build(no_compiler, tmp_path):

@@ -1,11 +1,7 @@
 """The gate of a SwiGLU MLP, and that every product with experts uses it."""
 
-import dataclasses
-
-import jax
 import numpy as np
 import pytest
-from fp4_weights import in_fp4
 from kernel_cases import STORED, ExpertsCase
 
 from dsjax.fp4.formats import MXFP4, NVFP4
@@ -16,9 +12,8 @@ from dsjax.model.experts import ExpertProduct
 
 def test_is_silu_of_the_gate_times_up():
     # silu(1) = 1 / (1 + e⁻¹)
-    np.testing.assert_allclose(
-        gated(np.float32([0, 1, -30]), np.float32([5, 2, 1])), [0, 1.4621172, -2.8e-12], rtol=1e-2
-    )
+    found = gated(np.float32([0, 1, -30]), np.float32([5, 2, 1]))
+    np.testing.assert_allclose(found, [0, 1.4621172, -2.8e-12], rtol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -52,19 +47,13 @@ def test_every_product_with_experts_clips(kernels, backend, stored):
     assert np.abs(without - expected).max() > 0.1 * size.max(), "the limit is reached"
     chosen, implementation = on(backend, kernels)
     product = ExpertProduct(implementation, weight_dtype=STORED[stored], kernels=chosen, mean_load=4.0, limit=LIMIT)
-    found = np.asarray(jax.jit(product)(case.params(), case.rows, case.ids, case.weights))
-    assert np.all(np.abs(found - expected) <= 1e-6 * 256**0.5 * (size + 1))
+    case.assert_near(case.by(product), limit=LIMIT)
 
 
 @pytest.mark.parametrize("backend", ["tiles", "native", "pallas"])
 @pytest.mark.parametrize("form", [NVFP4, MXFP4], ids=["nvfp4", "mxfp4"])
 def test_a_scale_of_the_whole_tensor_stands_before_the_clip(kernels, backend, form):
-    case = ExpertsCase.drawn(5, X=3, D=128, F=64, N=9, K=2, layers=1)
-    packed, decoded = in_fp4({"gate_up.weight": case.gate_up[0], "down.weight": case.down[0]}, form)
-    packed = {name: array[None] for name, array in packed.items()} | {"layer": np.int32(0)}
-    numbers = dataclasses.replace(case, gate_up=decoded["gate_up.weight"][None], down=decoded["down.weight"][None])
-    expected, size = numbers.expected(LIMIT)
+    packed, numbers = ExpertsCase.drawn(5, X=3, D=128, F=64, N=9, K=2).in_fp4(form)
     chosen, implementation = on(backend, kernels)
     product = ExpertProduct(implementation, weight_dtype=np.dtype(np.uint8), kernels=chosen, limit=LIMIT)
-    found = np.asarray(jax.jit(product)(packed, case.rows, case.ids, case.weights))
-    assert np.all(np.abs(found - expected) <= 1e-6 * 192**0.5 * (size + 1))
+    numbers.assert_near(numbers.by(product, packed), limit=LIMIT)

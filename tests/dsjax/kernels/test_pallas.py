@@ -5,22 +5,12 @@ The interpreter takes a tenth of a second and more for a call, so that the cases
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from goldens.our_model import bound
-from kernel_cases import (
-    STORED,
-    AttentionCase,
-    ExpertsCase,
-    IndexCase,
-    attention_by,
-    choices_by,
-    shared_expert_of,
-    spread,
-)
+from kernel_cases import STORED, AttentionCase, DenseCase, ExpertsCase, IndexCase, scaled, shared_expert_of, spread
 from layouts import TINY, wide, widths
 from step_model import Model
 from test_kernel_order import kernel_arrays, shape
@@ -43,10 +33,7 @@ PALLAS = choose_kernels("pallas", "cpu", np.dtype(np.float32), devices=1, cache=
 
 
 def attention_of(case, tiles=(16, 16), **options):
-    rows, positions = tiles
-    return attention_by(
-        attention.latent_attention, case, attention.AttentionTiles(rows=rows, positions=positions), **options
-    )
+    return case.by(attention.latent_attention, attention.AttentionTiles(*tiles), **options)
 
 
 @spread(
@@ -64,15 +51,18 @@ def attention_of(case, tiles=(16, 16), **options):
 )
 def test_attention_is_softmax_over_each_rows_pages(seed, R, C, H, O, M, G, longest, stored, holes, tiles):
     """A tile holds tokens of several positions, or heads of one; a token sees itself where the cache has holes."""
-    sizes = {"R": R, "C": C, "H": H, "N": 1, "O": O, "U": 1, "M": M, "G": G, "longest": longest}
-    case = AttentionCase.drawn(seed, **sizes, stored=stored, absorbs=False, holes=holes)
-    found = attention_of(case, tiles)
+    case = drawn_attention(seed, R=R, C=C, H=H, O=O, M=M, G=G, longest=longest, stored=stored, holes=holes)
     # Scores of M + O products reach 15; e to an error of a few units in their last place.
-    np.testing.assert_allclose(found, case.expected(), atol=2e-4, rtol=2e-4)
+    np.testing.assert_allclose(attention_of(case, tiles), case.expected(), atol=2e-4, rtol=2e-4)
+
+
+def drawn_attention(seed, **sizes):
+    """Queries in latent space, two rows of them unless something else is said."""
+    return AttentionCase.drawn(seed, **{"R": 2, "N": 1, "U": 1, "G": 4, "absorbs": False} | sizes)
 
 
 def test_a_row_of_no_queries_reads_nothing_and_gives_zeros():
-    case = AttentionCase.drawn(2, R=2, C=1, H=2, N=1, O=4, U=1, M=16, G=4, longest=30, absorbs=False)
+    case = drawn_attention(2, C=1, H=2, O=4, M=16, longest=30)
     latent = case.latent.copy()
     latent[:, case.tables[1]] = np.nan
     case = dataclasses.replace(case, latent=latent, length=np.array([1, 0], np.int32))
@@ -86,7 +76,7 @@ def test_splitting_a_row_s_context_over_every_core_changes_a_result_by_rounding_
     assert attention.split_context(2, 512, cores=78) == 39  # on an H20
     assert attention.split_context(2, 64, cores=132) == 16, "at 4,096 tokens; shorter parts cost more to merge"
     assert attention.split_context(256, 512, cores=132) == 1
-    case = AttentionCase.drawn(5, R=2, C=2, H=2, N=1, O=4, U=1, M=16, G=4, longest=520, absorbs=False)
+    case = drawn_attention(5, C=2, H=2, O=4, M=16, longest=520)
     case = dataclasses.replace(case, start=np.array([518, 20], np.int32), length=np.array([2, 1], np.int32))
     split, whole = (attention_of(case, cores=Cores(count=count)) for count in (132, 2))
     assert attention.split_context(2, 33, 132) == 8  # more parts than the shorter row has blocks
@@ -96,7 +86,7 @@ def test_splitting_a_row_s_context_over_every_core_changes_a_result_by_rounding_
 
 
 def test_bfloat16_queries_and_cache_give_bfloat16_of_nearly_the_same():
-    case = AttentionCase.drawn(7, R=2, C=1, H=4, N=1, O=8, U=1, M=32, G=4, longest=60, stored=2, absorbs=False)
+    case = drawn_attention(7, C=1, H=4, O=8, M=32, longest=60, stored=2)
     rounded = {name: getattr(case, name).astype(ml_dtypes.bfloat16) for name in ("q_nope", "q_rope")}
     case = dataclasses.replace(case, **{name: a.astype(np.float32) for name, a in rounded.items()})
     # Weights and results are rounded to 8 bits.
@@ -105,9 +95,7 @@ def test_bfloat16_queries_and_cache_give_bfloat16_of_nearly_the_same():
 
 def product_of(case, dtype=np.float32, **options):
     product = ExpertProduct(weight_dtype=STORED[case.down.itemsize], kernels=PALLAS, **options)
-    return np.asarray(
-        jax.jit(product)(case.params(), jnp.asarray(case.rows, dtype), case.ids, case.weights), np.float64
-    )
+    return case.by(product, rows=jnp.asarray(case.rows, dtype)).astype(np.float64)
 
 
 @spread(
@@ -122,52 +110,37 @@ def product_of(case, dtype=np.float32, **options):
 )
 def test_experts_are_those_of_the_plain_form(seed, X, D, F, N, K, stored, routing):
     case = ExpertsCase.drawn(seed, X=X, D=D, F=F, N=N, K=K, stored=stored, routing=routing)
-    plain = jax.jit(ExpertProduct(weight_dtype=STORED[stored]))(case.params(), case.rows, case.ids, case.weights)
-    expected, size = case.expected()
-    found = product_of(case, mean_load=4.0)
-    # float32 sums of D and of F products: relative to what is added up, a few units in the last place of it
-    bound = 1e-6 * (D + F) ** 0.5 * (size + 1)
-    assert np.all(np.abs(found - expected) <= bound)
-    assert np.all(np.abs(found - np.asarray(plain)) <= 2 * bound)
+    case.assert_near(product_of(case, mean_load=4.0))
+    case.assert_near(case.by(ExpertProduct(weight_dtype=STORED[stored])))
 
 
 def test_more_pairs_than_a_round_holds_take_further_rounds():
     case = ExpertsCase.drawn(1, X=2, D=24, F=16, N=150, K=2, routing="all")
     assert experts.round_pairs(1.0, 2, 300) == 128  # of 300 pairs: three rounds
-    expected, size = case.expected()
-    assert np.all(np.abs(product_of(case, mean_load=1.0) - expected) <= 1e-5 * (size + 1))
+    case.assert_near(product_of(case, mean_load=1.0))
 
 
 @spread(seed=range(3), T=[40, 5, 1], K=[300, 24, 129], N=[150, 1, 128], stored=[1, 4, 2], splits=[3, 1])
 def test_a_dense_product_reads_its_layer_of_the_stack(seed, T, K, N, stored, splits):
-    rng = np.random.default_rng(seed)
-    weight, x = rng.normal(size=(3, K, N)).astype(STORED[stored]), rng.normal(size=(T, K)).astype(np.float32)
-    scale = rng.uniform(0.5, 2, size=(3, -(-K // 128), -(-N // 128))).astype(np.float32) if stored == 1 else None
+    case = DenseCase.drawn(seed, K=K, width=N, N=T, stored=stored)
+    # The second of three layers, here and below.
+    weight, scale = (None if a is None else jnp.asarray(a[[0, 1, 0], :, 0]) for a in (case.weight, case.scale))
     tiles = dataclasses.replace(products.ProductTiles.dense(T, K, N, cores=132), splits=splits)
-    found = products.dense(
-        jnp.asarray(weight), scale, weight.dtype, jnp.int32(1), jnp.asarray(x), interpret=True, tiles=tiles
-    )
-    value = weight[1].astype(np.float64)
-    if scale is not None:
-        value = value * np.repeat(np.repeat(scale[1], 128, axis=0)[:K], 128, axis=1)[:, :N]
-    assert np.all(np.abs(found - x @ value) <= 1e-6 * K**0.5 * (np.abs(x) @ np.abs(value) + 1))
+    given = weight, scale, weight.dtype, jnp.int32(1), jnp.asarray(case.rows)
+    case.assert_near(products.dense(*given, interpret=True, tiles=tiles))
 
 
 @pytest.mark.parametrize(("T", "H", "N", "U", "M", "stored"), [(5, 3, 12, 7, 40, 4), (20, 2, 128, 256, 130, 1)])
 def test_keys_go_into_queries_and_values_onto_results_by_head(T, H, N, U, M, stored):
     rng = np.random.default_rng(T)
     weight = rng.normal(size=(2, M, H * (N + U))).astype(STORED[stored])
-    scale, value = None, weight[1].astype(np.float64)
-    if stored == 1:
-        scale = rng.uniform(0.5, 2, size=(2, -(-M // 128), H * (N + U) // 128)).astype(np.float32)
-        value = value * np.repeat(np.repeat(scale[1], 128, axis=0)[:M], 128, axis=1)
+    scale = rng.uniform(0.5, 2, size=(2, -(-M // 128), H * (N + U) // 128)).astype(np.float32) if stored == 1 else None
+    value = scaled(weight[1], None if scale is None else scale[1], (0, 1))
     keys, values = np.split(value.reshape(M, H, N + U), [N], axis=2)
-    q, out = (rng.normal(size=(T, H, width)).astype(np.float32) for width in (N, M))
-    arguments = (jnp.asarray(weight), scale, weight.dtype, jnp.int32(1))
-    absorbed = heads.absorb(*arguments, jnp.asarray(q), U, interpret=True)
-    expanded = heads.expand(*arguments, jnp.asarray(out), U, interpret=True)
-    for found, x, by in ((absorbed, q, "thn,mhn->thm"), (expanded, out, "thm,mhu->thu")):
-        matrix = keys if found is absorbed else values
+    cases = (heads.absorb, N, keys, "thn,mhn->thm"), (heads.expand, M, values, "thm,mhu->thu")
+    for kernel, width, matrix, by in cases:
+        x = rng.normal(size=(T, H, width)).astype(np.float32)
+        found = kernel(jnp.asarray(weight), scale, weight.dtype, jnp.int32(1), jnp.asarray(x), U, interpret=True)
         size = np.einsum(by, np.abs(x), np.abs(matrix))
         assert np.all(np.abs(found - np.einsum(by, x, matrix)) <= 1e-5 * (size + 1))
     assert heads.takes(weight, None, N, U)
@@ -217,7 +190,7 @@ def test_no_kernel_is_given_a_cache_in_fp8_whose_offsets_would_turn_negative():
 
 
 def test_a_layer_of_a_cache_that_is_copied_is_read_as_the_cache_is(monkeypatch):
-    case = AttentionCase.drawn(7, R=2, C=2, H=3, N=1, O=4, U=1, M=150, G=4, longest=40, stored=1, absorbs=False)
+    case = drawn_attention(7, C=2, H=3, O=4, M=150, longest=40, stored=1)
     expected = attention_of(case)
     monkeypatch.setattr(addressing, "addressable", lambda array: False)
     np.testing.assert_array_equal(attention_of(case), expected)
@@ -266,9 +239,7 @@ def test_a_step_on_two_devices_gives_the_logits_of_one_with_plain_kernels():
     assert np.abs(found - expected).max() <= bound(expected)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "sliced"), [("dynamic", False), ("none", True)], ids=["in the stack", "sliced out of it"]
-)
+@pytest.mark.parametrize(("scheme", "sliced"), [("dynamic", False), ("none", True)], ids=["in the stack", "sliced"])
 def test_products_of_a_layer_on_two_devices_are_those_of_the_plain_form(scheme, sliced):
     config = ModelConfig.from_dict(TINY | wide(2))
     args = EngineArgs(mesh="tp=2", weights="fp8", activation_scheme=scheme, dtype="float32", kernels="pallas")
@@ -277,30 +248,28 @@ def test_products_of_a_layer_on_two_devices_are_those_of_the_plain_form(scheme, 
     plain = dataclasses.replace(step, kernels=Kernels())
     found, expected = shared_expert_of(step, sliced), shared_expert_of(plain, sliced=True)
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
-    assert {name: step.kernels.name(name) for name in ("experts", "other products")} == dict.fromkeys(
-        ("experts", "other products"), "pallas"
-    )
+    assert [step.kernels.name(name) for name in ("experts", "other products")] == ["pallas", "pallas"]
 
 
 def test_a_scheme_needs_fp8_weights_and_leaves_the_choice_of_kernels_alone():
-    config, spec = ModelConfig.from_dict(TINY), MeshSpec.parse("dp=1")
+    def step_of(config=ModelConfig.from_dict(TINY), spec=MeshSpec.parse("dp=1"), **options):
+        return make_step(EngineArgs(**options), config, spec, spec.build())
+
     with pytest.raises(UserError, match=r"--activation-scheme dynamic .* add --weights fp8"):
-        make_step(EngineArgs(activation_scheme="dynamic"), config, spec, spec.build())
-    step = make_step(EngineArgs(activation_scheme="dynamic", weights="fp8"), config, spec, spec.build())
-    without = make_step(EngineArgs(weights="fp8"), config, spec, spec.build())
+        step_of(activation_scheme="dynamic")
+    dynamic = {"activation_scheme": "dynamic", "weights": "fp8"}
+    step, without = step_of(**dynamic), step_of(weights="fp8")
     assert step.kernels == without.kernels
     assert (str(step.scheme), step.scheme.powers) == ("dynamic", False)
     assert str(without.scheme) == "none", "auto, on a CPU"
-    v31 = dataclasses.replace(config, quantization=QuantizationConfig(scale_fmt="ue8m0"))
-    assert make_step(EngineArgs(activation_scheme="dynamic", weights="fp8"), v31, spec, spec.build()).scheme.powers
+    v31 = dataclasses.replace(step.config, quantization=QuantizationConfig(scale_fmt="ue8m0"))
+    assert step_of(v31, **dynamic).scheme.powers
 
 
 @spread(seed=range(3), T=[5, 40, 1], K=[300, 129, 24], N=[150, 1, 128], splits=[3, 1], powers=[False, True])
 def test_quantised_rows_times_fp8_weights_are_the_plain_form_s(seed, T, K, N, splits, powers):
-    rng = np.random.default_rng(seed)
-    weight = rng.normal(size=(3, K, N)).astype(STORED[1]).view(np.uint8)
-    scale = rng.uniform(0.5, 2, size=(3, -(-K // 128), -(-N // 128))).astype(np.float32)
-    x = jnp.asarray(rng.normal(size=(T, K)).astype(np.float32))
+    case = DenseCase.drawn(seed, K=K, width=N, N=T, stored=1)
+    weight, scale, x = case.weight[[0, 1, 0], :, 0].view(np.uint8), case.scale[[0, 1, 0], :, 0], jnp.asarray(case.rows)
     rows, plain = activations.quantise(x, powers=powers, interpret=True), fp8.quantise(x, powers=powers)
     # XLA may divide by multiplying, so that scales differ in their last place, and a value on the edge goes to its neighbour.
     np.testing.assert_allclose(rows.scales, plain.scales, rtol=3e-7)
@@ -315,34 +284,29 @@ def test_quantised_rows_times_fp8_weights_are_the_plain_form_s(seed, T, K, N, sp
 
 
 @pytest.mark.parametrize("quantised", [True, False])
-@pytest.mark.parametrize("shape", [(300, 150), (129, 128), (130, 2, 128)])
-def test_weights_with_their_depth_last_give_the_same_bits(shape, quantised):
-    rng = np.random.default_rng(0)
-    K, *columns = shape
-    weight = jnp.asarray(rng.normal(size=(2, *shape)).astype(STORED[1]).view(np.uint8))
-    scale = rng.uniform(0.5, 2, size=(2, -(-K // 128), *columns[:-1], -(-columns[-1] // 128))).astype(np.float32)
-    x = jnp.asarray(rng.normal(size=(5, K)).astype(np.float32))
-    rows = fp8.quantise(x) if quantised else x
+@pytest.mark.parametrize(("K", "parts", "width"), [(300, 1, 150), (129, 1, 128), (130, 2, 128)])
+def test_weights_with_their_depth_last_give_the_same_bits(K, parts, width, quantised):
+    case = DenseCase.drawn(0, K=K, width=width, N=5, parts=parts, stored=1)
+    weight, scale = (a[:, :, 0] if parts == 1 else a for a in (case.weight.view(np.uint8), case.scale))
+    rows = fp8.quantise(jnp.asarray(case.rows)) if quantised else jnp.asarray(case.rows)
 
     def multiply(weight, **order):
-        parts = weight, scale, STORED[1], jnp.int32(1)
-        return products.dense(*parts, rows, dtype=np.dtype(np.float32), interpret=True, **order)
+        given = weight, scale, STORED[1], jnp.int32(1)
+        return products.dense(*given, rows, dtype=np.dtype(np.float32), interpret=True, **order)
 
     found = multiply(jnp.moveaxis(weight, 1, -1), depth_last=True)
-    np.testing.assert_array_equal(found, multiply(weight))
+    np.testing.assert_array_equal(found, multiply(jnp.asarray(weight)))
 
 
 @pytest.mark.parametrize("kernels", [Kernels(), PALLAS], ids=["plain", "pallas"])
 def test_experts_with_their_depth_last_give_the_same_bits(kernels):
     case = ExpertsCase.drawn(0, X=3, D=150, F=140, N=20, K=2, stored=1, routing="some")
 
-    def run(params, **order):
-        product = ExpertProduct(weight_dtype=STORED[1], mean_load=4.0, kernels=kernels, **order)
-        return np.asarray(jax.jit(product)(params, case.rows, case.ids, case.weights))
-
-    params = dict(case.params())
+    product = ExpertProduct(weight_dtype=STORED[1], mean_load=4.0, kernels=kernels)
+    params = case.params()
     moved = {name: np.moveaxis(params[name], at, -1) for name, at in (("gate_up.weight", -3), ("down.weight", -2))}
-    np.testing.assert_array_equal(run(params | moved, depth_last=True), run(params))
+    found = case.by(dataclasses.replace(product, depth_last=True), params | moved)
+    np.testing.assert_array_equal(found, case.by(product))
 
 
 @spread(
@@ -357,19 +321,17 @@ def test_experts_with_their_depth_last_give_the_same_bits(kernels):
 def test_experts_with_quantised_rows_are_those_of_the_plain_form(seed, X, D, F, N, wire, routing):
     case = ExpertsCase.drawn(seed, X=X, D=D, F=F, N=N, K=2, stored=1, routing=routing)
     scheme = ActivationScheme(dynamic=True)
-    plain, pallas = (
-        ExpertProduct(weight_dtype=STORED[1], scheme=scheme, mean_load=4.0, kernels=k) for k in (Kernels(), PALLAS)
-    )
     as_sent = WireFormat(D, 2, jnp.dtype(jnp.float32), fp8=wire)
 
-    def run(product):
-        def received(params, rows, ids, weights):
-            packed, ids, weights, _ = as_sent.unpack(as_sent.pack(rows, ids, weights, jnp.int32(0)))
-            return product(params, packed, ids, weights)
+    def received_by(kernels):
+        product = ExpertProduct(weight_dtype=STORED[1], scheme=scheme, mean_load=4.0, kernels=kernels)
 
-        return np.asarray(jax.jit(received)(case.params(), case.rows, case.ids, case.weights))
+        def received(params, *tokens):
+            return product(params, *as_sent.unpack(as_sent.pack(*tokens, jnp.int32(0)))[:3])
 
-    found, expected, (_, size) = run(pallas), run(plain), case.expected()
+        return case.by(received)
+
+    found, expected, (_, size) = received_by(PALLAS), received_by(Kernels()), case.expected()
     # A hidden value between two e4m3 numbers can go either way by float32's rounding: at most a few of them, 1/16 of each.
     assert np.all(np.abs(found - expected) <= 0.02 * (size + 1e-3))
     assert np.mean(np.abs(found - expected) > 1e-5 * (size + 1)) < 0.05
@@ -378,4 +340,4 @@ def test_experts_with_quantised_rows_are_those_of_the_plain_form(seed, X, D, F, 
 @spread(seed=range(3), C=[3, 1], I=[17, 1], A=[64, 4], G=[4, 16], pages=[40, 7], stored=[1, 4, 2], holes=[True, False])
 def test_index_scores_give_the_choices_of_a_loop(seed, C, I, A, G, pages, stored, holes):
     case = IndexCase.drawn(seed, R=2, C=C, I=I, A=A, G=G, pages=pages, k=20, stored=stored, holes=holes)
-    assert choices_by(index.index_scores, case) == case.expected()
+    assert case.chosen_by(index.index_scores) == case.expected()

@@ -1,12 +1,12 @@
 """The Pallas product of packed experts, run by the interpreter, is that of the decoded numbers; W4A8 is that of the plain form."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fp4_weights import in_fp4
 from kernel_cases import ExpertsCase
 from test_kernel_order import kernel_arrays, shape
 
@@ -23,44 +23,37 @@ BYTES = np.dtype(np.uint8)
 pytestmark = pytest.mark.slow  # all together
 
 
-def case_of(form, D, F, N, dtype=np.float32):
-    case = ExpertsCase.drawn(4, X=3, D=D, F=F, N=N, K=2, routing="some")
-    packed, decoded = in_fp4({"gate_up.weight": case.gate_up[-1], "down.weight": case.down[-1]}, form)
-    packed = {name: np.stack([np.full_like(array, 0x77), array]) for name, array in packed.items()} | {
-        "layer": jnp.int32(1)
-    }
-    return packed, decoded, jnp.asarray(case.rows * D**0.5, dtype), case.ids, case.weights
+def case_of(form, D, F, N):
+    packed, case = ExpertsCase.drawn(4, X=3, D=D, F=F, N=N, K=2).in_fp4(form)
+    return packed, dataclasses.replace(case, rows=case.rows * np.float32(D**0.5))
 
 
-@pytest.mark.parametrize(
-    ("form", "D", "F", "N"), [(NVFP4, 64, 96, 5), (MXFP4, 320, 160, 40), (INT4, 320, 96, 9)], ids=FORMATS
-)
+SIZES = (NVFP4, 64, 96, 5), (MXFP4, 320, 160, 40), (INT4, 320, 96, 9)
+
+
+@pytest.mark.parametrize(("form", "D", "F", "N"), SIZES, ids=FORMATS)
 def test_products_are_those_of_the_decoded_numbers(form, D, F, N):
-    packed, decoded, rows, ids, weights = case_of(form, D, F, N)
-    expected = np.asarray(jax.jit(ExpertProduct("tiles"))(decoded, rows, ids, weights))
-    found = np.asarray(jax.jit(ExpertProduct(weight_dtype=BYTES, kernels=PALLAS))(packed, rows, ids, weights))
-    assert np.abs(found - expected).max() <= 2e-5 * np.abs(expected).max()
+    packed, case = case_of(form, D, F, N)
+    case.assert_near(case.by(ExpertProduct(weight_dtype=BYTES, kernels=PALLAS), packed))
 
 
 @pytest.mark.parametrize("form", [NVFP4, INT4], ids=lambda form: form.name)
 def test_in_bfloat16_the_results_are_rounded(form):
     """And in INT4 a value times its scale, once, to eight bits of twelve."""
-    packed, decoded, rows, ids, weights = case_of(form, 160, 64, 12, jnp.bfloat16)
-    expected = np.asarray(jax.jit(ExpertProduct("tiles"))(decoded, rows.astype(jnp.float32), ids, weights))
-    found = jax.jit(ExpertProduct(weight_dtype=BYTES, kernels=PALLAS))(packed, rows, ids, weights)
+    packed, case = case_of(form, 160, 64, 12)
+    rows = jnp.asarray(case.rows, jnp.bfloat16)
+    expected, _ = dataclasses.replace(case, rows=np.asarray(rows, np.float32)).expected()
+    found = case.by(ExpertProduct(weight_dtype=BYTES, kernels=PALLAS), packed, rows)
     # hidden values, each expert's result and the sum, to 8 bits each
-    assert np.abs(np.asarray(found, np.float32) - expected).max() <= 0.02 * np.abs(expected).max()
+    assert np.abs(found.astype(np.float32) - expected).max() <= 0.02 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(("form", "powers"), [(NVFP4, False), (MXFP4, True), (INT4, False)], ids=FORMATS)
 def test_w4a8_is_the_plain_form_s(form, powers):
-    packed, _, rows, ids, weights = case_of(form, 320, 160, 9)
+    packed, case = case_of(form, 320, 160, 9)
     scheme = ActivationScheme(dynamic=True, powers=powers)
-    expected = np.asarray(
-        jax.jit(ExpertProduct("tiles", weight_dtype=BYTES, scheme=scheme))(packed, rows, ids, weights)
-    )
-    product = ExpertProduct(weight_dtype=BYTES, kernels=PALLAS, scheme=scheme)
-    found = np.asarray(jax.jit(product)(packed, rows, ids, weights))
+    expected = case.by(ExpertProduct("tiles", weight_dtype=BYTES, scheme=scheme), packed)
+    found = case.by(ExpertProduct(weight_dtype=BYTES, kernels=PALLAS, scheme=scheme), packed)
     # but for hidden values on a rounding edge
     assert np.abs(found - expected).max() <= 0.02 * np.abs(expected).max()
     assert np.median(np.abs(found - expected)) <= 1e-5 * np.abs(expected).max()
@@ -79,9 +72,9 @@ def test_a_call_costs_the_bytes_that_it_reads_and_writes(rows, row, hidden):
 
 
 def result(form, dynamic, **options):
-    packed, _, *tokens = case_of(form, 160, 96, 9)
+    packed, case = case_of(form, 160, 96, 9)
     product = ExpertProduct(weight_dtype=BYTES, kernels=PALLAS, scheme=ActivationScheme(dynamic=dynamic), **options)
-    return np.asarray(jax.jit(product)(packed, *tokens))
+    return case.by(product, packed)
 
 
 addressed = functools.cache(result)

@@ -13,8 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from kernel_cases import STORED, AttentionCase, ExpertsCase, IndexCase, attention_by, choices_by, shared_expert_of
+from kernel_cases import ROUTINGS, STORED, AttentionCase, ExpertsCase, IndexCase, drawn_from, shared_expert_of
 from layouts import TINY, wide
 
 from dsjax.config import ModelConfig, load_config
@@ -35,27 +34,17 @@ pytestmark = pytest.mark.slow  # all together
 FEW = settings(max_examples=2, deadline=None, derandomize=True)
 
 TILES = tpu_attention.TpuAttentionTiles(rows=16, positions=16)
+TPU = Kernels(pallas=PallasKernels("tpu", interpret=True))
 
 
 @FEW
-@given(
-    seed=st.integers(0, 2**31),
-    R=st.integers(1, 2),
-    C=st.sampled_from([1, 3, 9]),
-    H=st.integers(1, 5),
-    O=st.integers(1, 20),
-    M=st.sampled_from([1, 16, 150]),
-    G=st.sampled_from([1, 4, 16]),
-    longest=st.sampled_from([1, 16, 17, 40]),
-    stored=st.sampled_from([4, 2]),
-    spare=st.sampled_from([0, 3]),
-    holes=st.booleans(),
-)
-def test_attention_is_softmax_over_each_rows_pages(seed, R, C, H, O, M, G, longest, stored, spare, holes):
-    case = AttentionCase.drawn(
-        seed, R=R, C=C, H=H, N=1, O=O, U=1, M=M, G=G, longest=longest, stored=stored, absorbs=False, holes=holes
-    )
-    found = attention_by(tpu_attention.latent_attention, case, TILES, spare=spare)
+@given(**drawn_from(
+    R=[1, 2], C=[1, 3, 9], H=range(1, 6), O=range(1, 21), M=[1, 16, 150], G=[1, 4, 16], longest=[1, 16, 17, 40], stored=[4, 2],
+    spare=[0, 3], holes=[False, True],
+))  # fmt: skip
+def test_attention_is_softmax_over_each_rows_pages(spare, **drawn):
+    case = AttentionCase.drawn(N=1, U=1, absorbs=False, **drawn)
+    found = case.by(tpu_attention.latent_attention, TILES, spare=spare)
     # Scores of M + O products reach 15; e to an error of a few units in their last place.
     np.testing.assert_allclose(found, case.expected(), atol=2e-4, rtol=2e-4)
 
@@ -65,15 +54,8 @@ def test_a_tpu_takes_the_kernels_by_itself_and_says_which_caches_experts_and_key
     assert chosen.pallas == PallasKernels("tpu")
     assert chosen.name("decode attention") == "pallas"
     left = dataclasses.replace(chosen, left_plain=("prefill attention",))
-    assert [left.name(name) for name in OPERATIONS] == [
-        "pallas",
-        "plain",
-        "pallas",
-        "plain",
-        "plain",
-        "pallas",
-        "pallas",
-    ]
+    plain = dict.fromkeys(("prefill attention", "hyper-connections", "router"), "plain")
+    assert {name: left.name(name) for name in OPERATIONS} == dict.fromkeys(OPERATIONS, "pallas") | plain
     bf16 = np.dtype(ml_dtypes.bfloat16)
     assert tpu_attention.refuses(16, bf16) == "" == tpu_attention.refuses(8, np.dtype(np.float32))
     assert "that 16 divides, and it is 8" in tpu_attention.refuses(8, bf16)
@@ -114,56 +96,34 @@ def test_what_a_layer_writes_is_attended_to_as_in_the_plain_form(form):
 
         return np.asarray(jax.jit(run)(cache))
 
-    found = attended(Kernels(pallas=PallasKernels("tpu", interpret=True)))
-    np.testing.assert_allclose(found, attended(Kernels()), atol=1e-4)
+    np.testing.assert_allclose(attended(TPU), attended(Kernels()), atol=1e-4)
 
 
 @pytest.mark.parametrize("stored", [2, 1])
 @FEW
-@given(
-    seed=st.integers(0, 2**31),
-    X=st.integers(1, 4),
-    D=st.sampled_from([128, 256]),
-    F=st.sampled_from([128, 384]),
-    N=st.sampled_from([1, 7, 40]),
-    K=st.integers(1, 3),
-    routing=st.sampled_from(["all", "some", "one expert", "none"]),
-    mean_load=st.sampled_from([0.5, 40.0]),
-)
-def test_experts_are_those_of_a_loop(stored, seed, X, D, F, N, K, routing, mean_load):
-    case = ExpertsCase.drawn(seed, X=X, D=D, F=F, N=N, K=K, stored=stored, routing=routing)
-    kernels = Kernels(pallas=PallasKernels("tpu", interpret=True))
-    product = ExpertProduct(weight_dtype=STORED[stored], kernels=kernels, mean_load=mean_load)
-    found = np.asarray(jax.jit(product)(case.params(), case.rows, case.ids, case.weights))
-    expected, size = case.expected()
-    # float32 sums of D and of F products: relative to what is added up, a few units in the last place of it
-    assert np.all(np.abs(found - expected) <= 1e-6 * (D + F) ** 0.5 * (size + 1))
+@given(**drawn_from(
+    X=range(1, 5), D=[128, 256], F=[128, 384], N=[1, 7, 40], K=[1, 2, 3], routing=ROUTINGS, mean_load=[0.5, 40.0]
+))  # fmt: skip
+def test_experts_are_those_of_a_loop(stored, mean_load, **drawn):
+    case = ExpertsCase.drawn(stored=stored, **drawn)
+    case.assert_near(case.by(ExpertProduct(weight_dtype=STORED[stored], kernels=TPU, mean_load=mean_load)))
 
 
 @FEW
-@given(
-    seed=st.integers(0, 2**31),
-    C=st.sampled_from([1, 3, 11]),
-    I=st.sampled_from([1, 17]),
-    pages=st.sampled_from([7, 40]),
-    stored=st.sampled_from([4, 2]),
-    holes=st.booleans(),
-)
-def test_index_scores_give_the_choices_of_a_loop(seed, C, I, pages, stored, holes):
-    case = IndexCase.drawn(seed, R=2, C=C, I=I, A=128, G=16, pages=pages, k=20, stored=stored, holes=holes)
+@given(**drawn_from(C=[1, 3, 11], I=[1, 17], pages=[7, 40], stored=[4, 2], holes=[False, True]))
+def test_index_scores_give_the_choices_of_a_loop(**drawn):
+    case = IndexCase.drawn(R=2, A=128, G=16, k=20, **drawn)
     assert tpu_index.takes(128, case.keys.dtype, 16)
-    assert choices_by(tpu_index.index_scores, case) == case.expected()
+    assert case.chosen_by(tpu_index.index_scores) == case.expected()
 
 
 def test_tiles_that_are_not_in_use_leave_the_columns_of_the_last_one_alone(monkeypatch):
     monkeypatch.setattr(tpu_products, "LARGEST_BLOCK", 2 * 2 * 128 * 128)  # 128 columns of gate and up, 256 of down
     assert tpu_products.TpuProductTiles.for_load(0.5).rows_first
-    kernels = Kernels(pallas=PallasKernels("tpu", interpret=True))
-    product = jax.jit(ExpertProduct(weight_dtype=STORED[1], kernels=kernels, mean_load=0.5))
+    product = ExpertProduct(weight_dtype=STORED[1], kernels=TPU, mean_load=0.5)
     for routing in ("one expert", "none"):
         case = ExpertsCase.drawn(0, X=2, D=128, F=256, N=3, K=1, stored=1, routing=routing)
-        found = np.asarray(product(case.params(), case.rows, case.ids, case.weights))
-        np.testing.assert_allclose(found, case.expected()[0], atol=1e-4)
+        np.testing.assert_allclose(case.by(product), case.expected()[0], atol=1e-4)
 
 
 def test_products_with_fp8_matrices_on_two_devices_are_those_of_the_plain_form():
@@ -171,8 +131,8 @@ def test_products_with_fp8_matrices_on_two_devices_are_those_of_the_plain_form()
     spec = MeshSpec.parse("tp=2")
     args = EngineArgs(mesh="tp=2", weights="fp8", activation_scheme="none", dtype="float32", kernels="plain")
     plain = make_step(args, config, spec, spec.build())
-    step = dataclasses.replace(plain, kernels=Kernels(pallas=PallasKernels("tpu", interpret=True)))
-    names = step.in_place.names(step.attention.in_stack([step.prefill_form, step.decode_form]))
+    step = dataclasses.replace(plain, kernels=TPU)
+    names = step.products.names(step.attention.in_stack([step.prefill_form, step.decode_form]))
     assert names >= {"gate_up", "down"}
     assert "kv_b" not in names
     found, expected = shared_expert_of(step), shared_expert_of(plain, sliced=True)

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from test_shared_memory import lower_for
 
 from dsjax.dryrun.topology import cuda_target
 from dsjax.hardware import load_hardware
@@ -33,13 +32,7 @@ PRODUCT = re.compile(r"(?:wgmma\.mma_async|mma\.sync)\S+")
 
 def ptx(folder: Path, kernel: str, function, *shapes) -> Path:
     """The PTX file of one kernel of ``function``, compiled for an H200."""
-    text = cuda_target(load_hardware("h200"))
-    described = topologies.get_topology_desc(
-        platform="cuda", topology_name="h200", target_config=text, topology="1x1x1"
-    )
-    place = SingleDeviceSharding(described.devices[0])
-    arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), shapes)
-    jax.jit(function).lower(*arguments).compile(compiler_options={"xla_dump_to": str(folder)})
+    lower_for("h200", cuda_target(load_hardware("h200")), function, *shapes).compile({"xla_dump_to": str(folder)})
     (found,) = (path for path in folder.glob("*.ptx") if f".entry {kernel}(" in path.read_text())
     return found
 
@@ -51,10 +44,8 @@ def attention_ptx(folder: Path, rows: int) -> Path:
         return attention.latent_attention(q, rope, cache, BF16, LAYER, start, length, tables, scale=0.1)
 
     cache = {"latent": of((2, 512, 16, 512), BF16), "rope": of((2, 512, 16, 64), BF16)}
-    queries = of((rows, 1, H, 512), BF16), of((rows, 1, H, 64), BF16)
-    return ptx(
-        folder, "latent_attention", attend, *queries, cache, *[of((rows,), jnp.int32)] * 2, of((rows, 256), jnp.int32)
-    )
+    queries, row = [of((rows, 1, H, width), BF16) for width in (512, 64)], of((rows,), jnp.int32)
+    return ptx(folder, "latent_attention", attend, *queries, cache, row, row, of((rows, 256), jnp.int32))
 
 
 def compressed_ptx(folder: Path, rows: int, kind: str) -> Path:
@@ -116,11 +107,8 @@ def spilled(path: Path) -> int:
 def loops(lines: list[str]) -> list[list[str]]:
     """The loops of a kernel, shortest first."""
     labels = {line[:-1]: at for at, line in enumerate(lines) if re.fullmatch(r"\$L\w+:", line)}
-    ends = (
-        (labels.get(found.group(1), at), at)
-        for at, line in enumerate(lines)
-        if (found := re.search(r"bra\S*\s+(\$L\w+)", line))
-    )
+    jumps = [(at, re.search(r"bra\S*\s+(\$L\w+)", line)) for at, line in enumerate(lines)]
+    ends = ((labels.get(found.group(1), at), at) for at, found in jumps if found)
     return sorted((lines[begin:end] for begin, end in ends if begin < end), key=len)
 
 
@@ -137,26 +125,17 @@ def waiting_copies(lines: list[str]) -> int:
     return waiting
 
 
-@pytest.mark.parametrize("rows", [1, 32])
-def test_attention_multiplies_in_tensor_cores_and_copies_entries_without_waiting_for_their_pages_numbers(
-    rows, tmp_path
-):
-    path = attention_ptx(tmp_path, rows)
-    loop = loops(path.read_text().replace("\t", " ").splitlines())[-1]
-    assert sum("wgmma.mma_async" in line for line in loop) >= 64
-    assert sum("cp.async" in line for line in loop) >= 16
-    assert waiting_copies(loop) == 0
-    assert spilled(path) <= 256
+KERNELS = ("mla", 1), ("mla", 32), ("window", 32), ("hca", 1), ("hca", 256), ("csa", 256)
 
 
-@pytest.mark.parametrize(("kind", "rows"), [("window", 32), ("hca", 1), ("hca", 256), ("csa", 256)])
-def test_attention_to_entries_multiplies_in_tensor_cores_and_copies_them_without_waiting(kind, rows, tmp_path):
-    path = compressed_ptx(tmp_path, rows, kind)
+@pytest.mark.parametrize(("kind", "rows"), KERNELS)
+def test_attention_multiplies_in_tensor_cores_and_copies_entries_without_waiting_for_pages(kind, rows, tmp_path):
+    path = attention_ptx(tmp_path, rows) if kind == "mla" else compressed_ptx(tmp_path, rows, kind)
     loop = loops(path.read_text().replace("\t", " ").splitlines())[-1]
-    assert sum("wgmma.mma_async" in line for line in loop) >= 32
+    assert sum("wgmma.mma_async" in line for line in loop) >= (64 if kind == "mla" else 32)
     assert sum("cp.async" in line for line in loop) >= 16
     assert waiting_copies(loop) == 0
-    assert spilled(path) <= 320
+    assert spilled(path) <= (256 if kind == "mla" else 320)
 
 
 INSTRUCTION: Mapping[tuple[np.dtype, bool], str] = {

@@ -103,19 +103,19 @@ def test_hopper_keeps_its_tiles_blackwell_reads_half_the_positions_and_small_cor
     assert Cores.of(jax.devices()[0]) == Cores()
 
 
-def described(name: str) -> jax.Device:
-    """A GPU that has next to no shared memory, so that the compiler tells how much a program asks for."""
-    text = re.sub(r"optin: \d+", "optin: 64", cuda_target(load_hardware(name)))
-    return topologies.get_topology_desc(
-        platform="cuda", topology_name=name, target_config=text, topology="1x1x1"
-    ).devices[0]
-
-
-def asked_for(device: jax.Device, function, *shapes) -> int:
-    place = SingleDeviceSharding(device)
+def lower_for(name: str, target: str, function, *shapes) -> jax.stages.Lowered:
+    """The program of a function for a described GPU."""
+    gpu = topologies.get_topology_desc(platform="cuda", topology_name=name, target_config=target, topology="1x1x1")
+    place = SingleDeviceSharding(gpu.devices[0])
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), shapes)
+    return jax.jit(function).lower(*arguments)
+
+
+def asked_for(name: str, function, *shapes) -> int:
+    """Shared memory that a program asks for, as the compiler tells where a GPU has next to none."""
+    target = re.sub(r"optin: \d+", "optin: 64", cuda_target(load_hardware(name)))
     with pytest.raises(jax.errors.JaxRuntimeError, match="Shared memory size limit exceeded") as error:
-        jax.jit(function).lower(*arguments).compile()
+        lower_for(name, target, function, *shapes).compile()
     return int(re.search(r"requested (\d+)", str(error.value)).group(1))
 
 
@@ -123,7 +123,7 @@ def asked_for(device: jax.Device, function, *shapes) -> int:
 @pytest.mark.parametrize("name", ["h200", "b200", "rtx-4090"])
 def test_the_compiler_asks_for_no_more_than_the_formula(name):
     of = jax.ShapeDtypeStruct
-    cores, device, layer, load = cores_of(name), described(name), jnp.int32(0), 24.0
+    cores, layer, load = cores_of(name), jnp.int32(0), 24.0
     config = load_config("deepseek-v3")
     D, F, X, rows = config.hidden_size, config.moe_intermediate_size, 4, 256
     groups = (of((X,), jnp.int32), of((X,), jnp.int32))
@@ -136,7 +136,7 @@ def test_the_compiler_asks_for_no_more_than_the_formula(name):
         def run(arrays, x, start, count):
             return fp4_products.gate_up(arrays, form, layer, x, Groups(start, count, load), dtype=BF16, cores=cores)
 
-        asked = asked_for(device, run, arrays, of((rows, D), BF16), *groups)
+        asked = asked_for(name, run, arrays, of((rows, D), BF16), *groups)
         return asked <= taken.of(ProductTiles.for_load(load).fitting(taken, cores), cores) <= cores.shared_memory
 
     assert found(NVFP4, ProductBytes(2, BF16, BF16, 1))
@@ -145,7 +145,7 @@ def test_the_compiler_asks_for_no_more_than_the_formula(name):
     def dense(weight, x, start, count):
         return products.gate_up(weight, None, BF16, layer, x, Groups(start, count, load), cores=cores)
 
-    asked = asked_for(device, dense, of((1, X, D, 2, F), BF16), of((rows, D), BF16), *groups)
+    asked = asked_for(name, dense, of((1, X, D, 2, F), BF16), of((rows, D), BF16), *groups)
     assert asked <= BF16_EXPERTS.of(ProductTiles.for_load(load).fitting(BF16_EXPERTS, cores), cores)
 
     def attend(q, q_rope, latent, rope, start, length, tables):
@@ -153,8 +153,7 @@ def test_the_compiler_asks_for_no_more_than_the_formula(name):
         return attention.latent_attention(q, q_rope, cache, BF16, layer, start, length, tables, scale=0.1, cores=cores)
 
     R, H = 8, config.num_attention_heads
-    shapes = [of((R, 1, H, 512), BF16), of((R, 1, H, 64), BF16), of((1, 64, 64, 512), BF16)]
-    shapes += [of((1, 64, 64, 64), BF16)]
-    asked = asked_for(device, attend, *shapes, *[of((R,), jnp.int32)] * 2, of((R, 8), jnp.int32))
+    shapes = (of((*lead, width), BF16) for lead in ((R, 1, H), (1, 64, 64)) for width in (512, 64))
+    asked = asked_for(name, attend, *shapes, *[of((R,), jnp.int32)] * 2, of((R, 8), jnp.int32))
     taken = AttentionBytes(512, 64, BF16, BF16)
     assert asked <= taken.of(first_that_fits(attention.smaller_tiles(H), taken, cores), cores) <= cores.shared_memory

@@ -3,7 +3,7 @@
 import itertools
 import queue
 import time
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -15,7 +15,7 @@ from dsjax.messaging import PeerLostError, RefusedError
 from dsjax.messaging.broadcast import BroadcastLog, LogReader
 from dsjax.messaging.curve import connect_with_curve
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 @pytest.fixture
@@ -25,18 +25,16 @@ def ends(endpoints):
 
 def reader(end, log, leader, name):
     heard = queue.SimpleQueue()
-    made = LogReader(
-        end, end.connect(leader.address, "member"), log.address, name, lambda *entry: heard.put(entry), heard.put
-    )
-    return made, heard
+    LogReader(end, end.connect(leader.address, "member"), log.address, name, lambda *entry: heard.put(entry), heard.put)
+    return heard
 
 
 def test_readers_that_come_at_different_times_miss_nothing_from_then_on(ends):
     log = BroadcastLog(ends[0])
-    _, first = reader(ends[1], log, ends[0], b"a")
+    first = reader(ends[1], log, ends[0], b"a")
     for number in range(100):
         log.append(0, b"%d" % number)
-    _, second = reader(ends[2], log, ends[0], b"b")
+    second = reader(ends[2], log, ends[0], b"b")
     for number in range(100, 200):
         log.append(1, b"%d" % number * (1 if number % 50 else 1_000_000))
     heard = [first.get(timeout=SECONDS) for _ in range(200)]
@@ -44,12 +42,11 @@ def test_readers_that_come_at_different_times_miss_nothing_from_then_on(ends):
     assert [epoch for epoch, _ in heard] == [0] * 100 + [1] * 100
     assert heard[100:] == later
     assert [int(body[:3]) for _, body in later] == list(range(100, 200))
-    log.close()
 
 
 def test_a_reader_that_is_busy_hears_all_before_it_hears_that_the_log_has_ended(ends):
     log = BroadcastLog(ends[0])
-    _, heard = reader(ends[1], log, ends[0], b"a")
+    heard = reader(ends[1], log, ends[0], b"a")
     ends[1].post(lambda: time.sleep(0.3))
     for number in range(200):
         log.append(0, b"%d" % number)
@@ -61,37 +58,37 @@ def test_a_reader_that_is_busy_hears_all_before_it_hears_that_the_log_has_ended(
 def test_a_log_that_cannot_be_heard_is_known_at_once(ends):
     log, began = BroadcastLog(ends[0]), time.monotonic()
     log.close()
+    ends[1].silence = 100.0
     with pytest.raises(PeerLostError, match="cannot be heard"):
         reader(ends[1], log, ends[0], b"a")
-    assert time.monotonic() - began < 5, "and not after the silence of a process that hangs"
+    assert time.monotonic() - began < 60, "and not after the silence of a process that hangs"
 
 
 def test_a_writer_that_does_not_answer_is_lost(ends, endpoints):
-    end, leader = endpoints(silence=0.2), endpoints(holds=["log"])
-    log = SimpleNamespace(address=BroadcastLog(ends[0]).address)
+    leader = endpoints(holds=["log"])
+    peer = ends[1].connect(leader.address, "member")
+    ends[1].silence = 0.2  # from here on: a connection with such heartbeats would end where the machine is busy
     with pytest.raises(PeerLostError, match="cannot be heard"):
-        reader(end, log, leader, b"a")
+        LogReader(ends[1], peer, BroadcastLog(ends[0]).address, b"a", Mock(), Mock())
 
 
 def test_a_reader_with_a_name_of_megabytes_takes_the_log_from_nobody(ends):
     log = BroadcastLog(ends[0])
-    _, heard = reader(ends[1], log, ends[0], b"a")
+    heard = reader(ends[1], log, ends[0], b"a")
     with pytest.raises(RefusedError, match="3,000,000 bytes"):
         reader(ends[2], log, ends[0], b"b" * 3_000_000)
     log.append(0, b"goes on")
     assert heard.get(timeout=SECONDS) == (0, b"goes on")
-    log.close()
 
 
 def test_a_missing_entry_is_an_error_and_not_passed_over(ends):
     log = BroadcastLog(ends[0])
-    _, heard = reader(ends[1], log, ends[0], b"a")
+    heard = reader(ends[1], log, ends[0], b"a")
     log._next_number += 1
     log.append(0, b"after a gap")
     assert "is missing" in str(heard.get(timeout=SECONDS))
     time.sleep(0.05)
     assert heard.empty()
-    log.close()
 
 
 def test_readers_that_come_and_go_while_nothing_is_appended_leave_no_memory_behind(ends):
@@ -110,8 +107,5 @@ def test_readers_that_come_and_go_while_nothing_is_appended_leave_no_memory_behi
         time.sleep(1.5)  # the messaging thread looks each second
         return psutil.Process().memory_info().rss
 
-    taken = [come_and_go(300) for _ in range(4)]
-    assert min(now - before for before, now in itertools.pairwise(taken)) < 1 << 20, (
-        "300 readers took 3.5 MiB each time"
-    )
-    log.close()
+    taken = [come_and_go(300) for _ in range(4)]  # of which each took 3.5 MiB once
+    assert min(now - before for before, now in itertools.pairwise(taken)) < 1 << 20

@@ -22,7 +22,6 @@ def shown(key: ClusterKey) -> bytes:
 def test_a_key_is_read_from_a_file_or_the_environment_and_the_file_comes_first(tmp_path):
     file = tmp_path / "key"
     file.write_text(f"{TEXT}\n")
-    file.chmod(0o600)
     variables = {"DSJAX_CLUSTER_KEY": TEXT[::-1]}
     assert shown(given_key(str(file), variables)) == shown(ClusterKey(TEXT, "")) != shown(given_key(None, variables))
     assert given_key(None, variables).source == "the environment variable DSJAX_CLUSTER_KEY"
@@ -87,10 +86,9 @@ def test_all_that_start_at_once_make_one_key(tmp_path):
     with ThreadPoolExecutor(16) as pool:
         keys = list(pool.map(make, range(16)))
     assert len(set(keys)) == 1 == len({*keys, shown(local_key(variables))})
-    folder, file = tmp_path / "dsjax", tmp_path / "dsjax" / "cluster-key"
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert [path.name for path in folder.iterdir()] == ["cluster-key"]
+    (file,) = (tmp_path / "dsjax").iterdir()
+    assert file.name == "cluster-key"
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (file, file.parent)] == [0o600, 0o700]
 
 
 def test_the_key_lies_in_the_first_folder_that_is_this_users_alone(tmp_path, monkeypatch):
@@ -99,19 +97,14 @@ def test_the_key_lies_in_the_first_folder_that_is_this_users_alone(tmp_path, mon
     for path in (runtime, home, tmp_path / "temporary"):
         path.mkdir()
     variables = {"XDG_RUNTIME_DIR": str(runtime), "HOME": str(home)}
-    sources = [local_key(variables).source]
+    assert local_key(variables).source == f"the file {runtime}/dsjax/cluster-key"
     (runtime / "dsjax").chmod(0o755)
-    sources.append(local_key(variables).source)
+    assert local_key(variables).source == f"the file {home}/.cache/dsjax-cluster/cluster-key"
     (home / ".cache").rename(home / "elsewhere")
     (home / ".cache").write_text("a file is no folder")
-    sources.append(local_key(variables).source)
-    assert sources == [
-        f"the file {runtime}/dsjax/cluster-key",
-        f"the file {home}/.cache/dsjax-cluster/cluster-key",
-        f"the file {tmp_path}/temporary/dsjax-{os.geteuid()}/cluster-key",
-    ]
-    (tmp_path / "temporary" / f"dsjax-{os.geteuid()}").rename(tmp_path / "foreign")
-    (tmp_path / "temporary" / f"dsjax-{os.geteuid()}").symlink_to(tmp_path / "foreign")  # as another user may put there
+    own = tmp_path / "temporary" / f"dsjax-{os.geteuid()}"
+    assert local_key(variables).source == f"the file {own}/cluster-key"
+    own.symlink_to(own.rename(tmp_path / "foreign"))  # as another user may put there
     with pytest.raises(UserError, match=r"others can read it \(mode 0755\).*give one with --cluster-key-file FILE"):
         local_key(variables)
 
@@ -124,15 +117,11 @@ def test_a_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
         local_key({})
 
 
-@pytest.mark.parametrize("what", ["short", "open"])
-def test_what_lies_where_the_key_should_is_not_believed(tmp_path, what):
+@pytest.mark.parametrize("spoil", [lambda file: file.write_text("abc"), lambda file: file.chmod(0o644)])
+def test_what_lies_where_the_key_should_is_not_believed(tmp_path, spoil):
     variables = {"XDG_RUNTIME_DIR": str(tmp_path), "HOME": ""}
     local_key(variables)
-    file = tmp_path / "dsjax" / "cluster-key"
-    if what == "short":
-        file.write_text("abc")
-    else:
-        file.chmod(0o644)
+    spoil(tmp_path / "dsjax" / "cluster-key")
     with pytest.raises(UserError, match=r"cluster-key .*delete it"):
         local_key(variables)
 

@@ -74,26 +74,18 @@ def made(devices=None, **options):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"mesh": "dp=2"},
-        {"mesh": "tp=2", "enable_eplb": True, "eplb_config": {"num_redundant_experts": 2}},
-        {"mesh": "pp=2"},
-        SIDES,
-        SIDES | OTHER_PROCESSES | {"afd_role": "attention"},
-        SIDES | OTHER_PROCESSES | {"afd_role": "expert", "afd_server_rank": 1},
-    ],
-    ids=[
-        "one mesh",
-        "redundant experts",
-        "a stage",
-        "experts apart",
-        "experts in other processes",
-        "a process of experts",
-    ],
+    "name",
+    STEPS := {
+        "one mesh": {"mesh": "dp=2"},
+        "redundant experts": {"mesh": "tp=2", "enable_eplb": True, "eplb_config": {"num_redundant_experts": 2}},
+        "a stage": {"mesh": "pp=2"},
+        "experts apart": SIDES,
+        "experts in other processes": SIDES | OTHER_PROCESSES | {"afd_role": "attention"},
+        "a process of experts": SIDES | OTHER_PROCESSES | {"afd_role": "expert", "afd_server_rank": 1},
+    },
 )
-def test_a_step_holds_no_socket_thread_lock_or_array(options):
-    assert list(not_plain(made(**options))) == []
+def test_a_step_holds_no_socket_thread_lock_or_array(name):
+    assert list(not_plain(made(**STEPS[name]))) == []
 
 
 def test_what_a_traced_program_leaves_to_the_experts_is_described_in_plain_values():

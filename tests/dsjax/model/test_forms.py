@@ -16,16 +16,10 @@ from dsjax.model.transformer import Projections, attend, expand
 
 # As in docs/architecture.md.
 TOGETHER = {
-    ("CD", "CD"): "decompressed",
-    ("CC", "CC"): "split",
-    ("CC", "A_CC"): "joined",
-    ("CC", "A_CC_ME"): "split",
-    ("CC", "AM_CC_ME"): "split",
-    ("A_CC", "A_CC"): "joined",
-    ("A_CC_ME", "A_CC_ME"): "split",
-    ("A_CC_ME", "AM_CC_ME"): "split",
+    ("CD", "CD"): "decompressed", ("CC", "CC"): "split", ("CC", "A_CC"): "joined", ("CC", "A_CC_ME"): "split",
+    ("CC", "AM_CC_ME"): "split", ("A_CC", "A_CC"): "joined", ("A_CC_ME", "A_CC_ME"): "split", ("A_CC_ME", "AM_CC_ME"): "split",
     ("AM_CC_ME", "AM_CC_ME"): "split",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("prefill", "decode"), list(itertools.product(FORMS, FORMS)))

@@ -1,11 +1,14 @@
 """Packed experts give what their decoded numbers give, in every implementation, and W4A8 what its definition says."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from fp4_weights import encoded, in_fp4
+from fp4_weights import encoded
+from kernel_cases import ExpertsCase
 
 from dsjax.fp4 import host
 from dsjax.fp4.formats import FORMATS, INT4, MXFP4, NVFP4
@@ -16,61 +19,34 @@ from sharding import fp8
 
 pytestmark = pytest.mark.slow  # all together
 
-N, K, X, D, F = 24, 3, 5, 96, 64
-BYTES = np.dtype(np.uint8)
+N, BYTES, BF16 = 24, np.dtype(np.uint8), np.dtype(ml_dtypes.bfloat16)
 
 
-@pytest.fixture
-def case():
-    rng = np.random.default_rng(4)
-    params = {
-        "gate_up.weight": rng.normal(size=(X, D, 2, F)).astype(np.float32) / D**0.5,
-        "down.weight": rng.normal(size=(X, F, D)).astype(np.float32) / F**0.5,
-    }
-    ids = np.where(rng.random((N, K)) < 0.2, -1, np.stack([rng.permutation(X)[:K] for _ in range(N)]))
-    return params, rng.normal(size=(N, D)).astype(np.float32), ids, rng.random((N, K), np.float32)
+def drawn(form):
+    """Weights in FP4, as the second of two layers, of which the first is full of the largest values; and the case of their numbers."""
+    return ExpertsCase.drawn(4, X=5, D=96, F=64, N=N, K=3).in_fp4(form)
 
 
 @pytest.mark.parametrize(
     ("form", "implementation", "stacked"),
-    [
-        (NVFP4, "tiles", True),
-        (MXFP4, "einsum", True),
-        (MXFP4, "tiles", False),
-        (INT4, "tiles", True),
-        (INT4, "einsum", False),
-    ],
-)
-def test_the_product_is_that_of_the_decoded_numbers(form, implementation, stacked, case):
-    params, rows, ids, weights = case
-    packed, decoded = in_fp4(params, form)
-    expected = jax.jit(ExpertProduct(implementation))(decoded, rows, ids, weights)
-    if stacked:  # the second of two layers; the first is full of the largest values
-        packed = {name: np.stack([np.full_like(array, 0x77), array]) for name, array in packed.items()} | {
-            "layer": jnp.int32(1)
-        }
-    found = jax.jit(ExpertProduct(implementation, weight_dtype=BYTES))(packed, rows, ids, weights)
-    np.testing.assert_array_equal(found, expected)
+    [(NVFP4, "tiles", True), (MXFP4, "einsum", True), (MXFP4, "tiles", False), (INT4, "tiles", True), (INT4, "einsum", False)],
+)  # fmt: skip
+def test_the_product_is_that_of_the_decoded_numbers(form, implementation, stacked):
+    packed, case = drawn(form)
+    if not stacked:
+        packed = {name: array[1] for name, array in packed.items() if name != "layer"}
+    found = case.by(ExpertProduct(implementation, weight_dtype=BYTES), packed)
+    np.testing.assert_array_equal(found, case.by(ExpertProduct(implementation)))
 
 
 @pytest.mark.parametrize("form", [NVFP4, INT4], ids=lambda form: form.name)
-def test_in_bfloat16_the_decoded_numbers_are_rounded_once(form, case):
-    params, rows, ids, weights = case
-    packed, decoded = in_fp4(params, form)
-    rounded = {name: array.astype(ml_dtypes.bfloat16) for name, array in decoded.items()}
-    rows = jnp.asarray(rows, jnp.bfloat16)
-    expected = jax.jit(ExpertProduct("einsum", weight_dtype=np.dtype(ml_dtypes.bfloat16)))(rounded, rows, ids, weights)
-    found = jax.jit(ExpertProduct("einsum", weight_dtype=BYTES))(packed, rows, ids, weights)
-    np.testing.assert_array_equal(found.astype(jnp.float32), expected.astype(jnp.float32))
-
-
-def by_loop(decoded, rows, ids, weights, rounded):
-    """Rounded rows and hidden values times decoded numbers, in float64."""
-    out = np.zeros(rows.shape)
-    for n, k in np.argwhere(ids >= 0):
-        gate, up = np.einsum("d,dgf->gf", rounded(rows[n]), decoded["gate_up.weight"][ids[n, k]].astype(np.float64))
-        out[n] += weights[n, k] * rounded(gate / (1 + np.exp(-gate)) * up) @ decoded["down.weight"][ids[n, k]]
-    return out
+def test_in_bfloat16_the_decoded_numbers_are_rounded_once(form):
+    packed, case = drawn(form)
+    rounded = dataclasses.replace(case, gate_up=case.gate_up.astype(BF16), down=case.down.astype(BF16))
+    rows = jnp.asarray(case.rows, BF16)
+    expected = rounded.by(ExpertProduct("einsum", weight_dtype=BF16), rows=rows)
+    found = case.by(ExpertProduct("einsum", weight_dtype=BYTES), packed, rows)
+    np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32))
 
 
 @pytest.mark.parametrize(
@@ -78,21 +54,19 @@ def by_loop(decoded, rows, ids, weights, rounded):
     [(NVFP4, "einsum", False), (MXFP4, "tiles", True), (INT4, "tiles", False)],
     ids=FORMATS,
 )
-def test_w4a8_multiplies_activations_in_fp8_with_the_decoded_numbers(form, implementation, powers, case):
-    params, rows, ids, weights = case
-    packed, decoded = in_fp4(params, form)
+def test_w4a8_multiplies_activations_in_fp8_with_the_decoded_numbers(form, implementation, powers):
+    packed, case = drawn(form)
     scheme = ActivationScheme(dynamic=True, powers=powers)
-    product = jax.jit(ExpertProduct(implementation, weight_dtype=BYTES, scheme=scheme))
-    found = np.asarray(product(packed, rows, ids, weights))
+    found = case.by(ExpertProduct(implementation, weight_dtype=BYTES, scheme=scheme), packed)
 
     def in_fp8(x):
         return np.asarray(fp8.dequantise(*fp8.quantise(jnp.asarray(x, jnp.float32), powers=powers)), np.float64)
 
-    expected = by_loop(decoded, rows, ids, weights, in_fp8)
+    expected, _ = case.expected(rounded=in_fp8)
     # But for hidden values on a rounding edge, which go one e4m3 number (an eighth) up or down: a few of 64 in a row, at most.
     assert np.abs(found - expected).max() <= 0.02 * np.abs(expected).max()
     assert np.median(np.abs(found - expected)) <= 1e-6 * np.abs(expected).max()
-    exact = np.asarray(jax.jit(ExpertProduct(implementation))(decoded, rows, ids, weights))
+    exact, _ = case.expected()
     assert np.abs(found - exact).max() > 1e-3 * np.abs(exact).max(), "activations are quantised at all"
 
 
@@ -103,17 +77,16 @@ def in_nvfp4(row: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("implementation", ["tiles", "einsum"])
-def test_w4a4_multiplies_rows_in_nvfp4_with_the_decoded_numbers(implementation, case):
-    params, rows, ids, weights = case
-    packed, decoded = in_fp4(params, NVFP4)
-    product = ExpertProduct(implementation, weight_dtype=BYTES, scheme=ActivationScheme(dynamic=True, experts="nvfp4"))
-    found = np.asarray(jax.jit(product)(packed, rows, ids, weights))
-    expected = by_loop(decoded, rows, ids, weights, in_nvfp4)
+def test_w4a4_multiplies_rows_in_nvfp4_with_the_decoded_numbers(implementation):
+    packed, case = drawn(NVFP4)
+    scheme = ActivationScheme(dynamic=True, experts="nvfp4")
+    found = case.by(ExpertProduct(implementation, weight_dtype=BYTES, scheme=scheme), packed)
+    expected, _ = case.expected(rounded=in_nvfp4)
     off = np.abs(found - expected).max(axis=1) / np.abs(expected).max()
     # But for rows with hidden values, or a block's scale, on a rounding edge, which float32's sums put on its other side.
     assert np.sort(off)[: 2 * N // 3].max() <= 1e-5
     assert off.max() <= 0.3
-    exact = np.asarray(jax.jit(ExpertProduct(implementation))(decoded, rows, ids, weights))
+    exact, _ = case.expected()
     assert np.abs(found - exact).max() > 0.02 * np.abs(exact).max(), "rows are quantised at all"
 
 
@@ -122,10 +95,10 @@ def test_a_row_in_nvfp4_is_what_the_host_makes_of_it_and_depends_on_no_other():
     x = (rng.normal(size=(40, 96)) * 10.0 ** rng.integers(-6, 6, (40, 1))).astype(np.float32)
     x[3], x[4, 16:32] = 0, 0
     quantised = jax.jit(quantise)(x)
-    found = np.asarray(quantised.in_float32() * quantised.whole, np.float64)
+    found = np.asarray(quantised.in_float32() * quantised.row_scale, np.float64)
     # Of a scale that is rounded otherwise in its last bit all values differ by that bit, and some by a step of e4m3 or e2m1.
     close = np.isclose(found, np.stack([in_nvfp4(row) for row in x]), rtol=1e-6, atol=0)
     assert close.mean() > 0.99
     alone = jax.jit(quantise)(x[7:8])
     np.testing.assert_array_equal(quantised.values[7:8].astype(jnp.float32), alone.values.astype(jnp.float32))
-    assert np.isnan(np.asarray(quantise(jnp.array([[1.0, np.inf] + [0.0] * 14])).whole * 0)).all()
+    assert np.isnan(np.asarray(quantise(jnp.array([[1.0, np.inf] + [0.0] * 14])).row_scale * 0)).all()

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from kernel_cases import ExpertsCase
+from kernel_cases import ExpertsCase, scaled
 
 from dsjax.checkpoint import quantise as weights
 from dsjax.kernels.pallas import activations
@@ -69,24 +69,7 @@ def test_a_product_is_deepseeks_act_quant_and_fp8_gemm(T, K, N, powers):
         assert np.all(np.abs(product - expected) <= 2e-6 * (size + 1e-6))
 
 
-EXTREMES = (
-    0.0,
-    1e-45,
-    1e-40,
-    1.17e-38,
-    1.2e-38,
-    1e-37,
-    4e-36,
-    6e-36,
-    1e-30,
-    9.9e-11,
-    1e-10,
-    1e-6,
-    1.0,
-    448.0,
-    1e30,
-    3e38,
-)
+EXTREMES = (0, 1e-45, 1e-40, 1.17e-38, 1.2e-38, 1e-37, 4e-36, 6e-36, 1e-30, 9.9e-11, 1e-10, 1e-6, 1, 448, 1e30, 3e38)
 
 
 def scale_by_hand(largest, powers):
@@ -104,6 +87,14 @@ def assert_rounded(back, exact, scale):
     assert np.all(np.abs(back - exact) <= half_step * 1.0001 + np.finfo(np.float32).tiny)
 
 
+def quantised_in_every_form(x, powers=False):
+    return {
+        "compiled": jax.jit(lambda x: fp8.quantise(x, powers=powers))(x),
+        "by operations": fp8.quantise(jnp.asarray(x), powers=powers),
+        "pallas": activations.quantise(jnp.asarray(x), powers=powers, interpret=True),
+    }
+
+
 @pytest.mark.parametrize("powers", [False, True])
 def test_rows_of_every_magnitude_have_the_same_finite_bits_in_every_form(powers):
     x = np.zeros((len(EXTREMES), 256), np.float32)
@@ -111,30 +102,19 @@ def test_rows_of_every_magnitude_have_the_same_finite_bits_in_every_form(powers)
         x[:, 3], x[:, 7] = EXTREMES, -np.float32(EXTREMES) / 2
         x[:, 130] = EXTREMES[::-1]
     scales = np.array([[scale_by_hand(row[b : b + 128].max(), powers) for b in (0, 128)] for row in x])
-    forms = {
-        "compiled": jax.jit(lambda x: fp8.quantise(x, powers=powers))(x),
-        "by operations": fp8.quantise(jnp.asarray(x), powers=powers),
-        "pallas": activations.quantise(jnp.asarray(x), powers=powers, interpret=True),
-    }
+    forms = quantised_in_every_form(x, powers)
+    codes = np.asarray(forms["pallas"].values).view(np.uint8)
     for name, (values, found) in forms.items():
         np.testing.assert_array_equal(np.asarray(found).view(np.int32), scales.view(np.int32), name)
-        np.testing.assert_array_equal(
-            np.asarray(values).view(np.uint8), np.asarray(forms["pallas"].values).view(np.uint8)
-        )
-        back = np.asarray(fp8.dequantise(values, found))
-        assert_rounded(back, x, scales.repeat(128, axis=1))
+        np.testing.assert_array_equal(np.asarray(values).view(np.uint8), codes)
+        assert_rounded(np.asarray(fp8.dequantise(values, found)), x, scales.repeat(128, axis=1))
 
 
 def test_a_number_that_is_not_finite_leaves_a_nan_and_spoils_no_other_block():
     cases = [(bad, beside) for bad in (np.nan, np.inf, -np.inf) for beside in (0.0, 1e-40, 1e-37, 1.0)]
     x = np.repeat(np.array([[beside] for _, beside in cases], np.float32), 256, axis=1)
     x[:, 5] = [bad for bad, _ in cases]
-    forms = (
-        jax.jit(fp8.quantise)(x),
-        fp8.quantise(jnp.asarray(x)),
-        activations.quantise(jnp.asarray(x), interpret=True),
-    )
-    for form in forms:
+    for form in quantised_in_every_form(x).values():
         back = np.asarray(fp8.dequantise(*form))
         assert np.isnan(back[:, 5]).all()
         assert np.isfinite(back[:, 128:]).all()
@@ -150,16 +130,10 @@ def test_a_block_of_weights_of_every_magnitude_has_a_scale_that_xla_does_not_tak
         assert_rounded(np.asarray(dequantised(values, scale)), matrix, scale)
 
 
-def expected_experts(case):
-    """One row and one expert at a time."""
-    out = np.zeros(case.rows.shape)
-    (gate_up, down), (gate_up_scale, down_scale) = (case.gate_up[-1], case.down[-1]), (s[-1] for s in case.scales)
-    for n, k in np.argwhere(case.ids >= 0):
-        x, quantised = case.ids[n, k], act_quant(case.rows[n : n + 1])
-        gate, up = (fp8_gemm(*quantised, gate_up[x, :, half], gate_up_scale[x, :, half]) for half in (0, 1))
-        hidden = (gate / (1 + np.exp(-gate)) * up).astype(np.float32)
-        out[n] += case.weights[n, k] * fp8_gemm(*act_quant(hidden), down[x], down_scale[x])[0]
-    return out
+def act_quantised(row):
+    """What ``act_quant`` makes of a row, as numbers."""
+    values, scales = act_quant(row[None].astype(np.float32))
+    return scaled(values, scales, (1,))[0]
 
 
 @pytest.mark.parametrize(
@@ -170,8 +144,8 @@ def test_experts_quantise_what_goes_into_each_of_their_products(implementation, 
     params = case.params()
     if not stacked:
         params = {name: array[-1] for name, array in params.items() if name != "layer"}
-    product = jax.jit(ExpertProduct(implementation, weight_dtype=E4M3, scheme=DYNAMIC))
-    found, expected = product(params, case.rows, case.ids, case.weights), expected_experts(case)
+    found = case.by(ExpertProduct(implementation, weight_dtype=E4M3, scheme=DYNAMIC), params)
+    expected, _ = case.expected(rounded=act_quantised)
     # One hidden value within float32's rounding of the middle between two e4m3 numbers would move a result by 6 %; none is here.
     np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
 

@@ -15,11 +15,7 @@ if int(version("transformers").split(".")[0]) < 5:
     pytest.skip("compares with transformers 5's DeepSeek classes", allow_module_level=True)
 
 from goldens.configurations import case_configuration
-from goldens.our_model import (
-    bound,
-    hf_tensors,
-    logits_of_parameters,
-)
+from goldens.our_model import bound, hf_tensors, logits_of_parameters
 from goldens.random_weights import RandomWeights
 
 from dsjax.checkpoint.load import from_hf_tensors
@@ -80,7 +76,5 @@ def test_a_config_written_by_us_is_read_by_transformers_as_the_same_model():
     raw, _ = case_configuration("v32-groups-yarn")
     written = ModelConfig.from_dict(raw).to_dict()
     weights, tokens = RandomWeights(FIRST_SEED), random_tokens(raw, 8)
-    ours, theirs = (
-        their().reference_logits(their().reference_model(config, weights), tokens) for config in (written, raw)
-    )
-    np.testing.assert_array_equal(ours, theirs)
+    models = (their().reference_model(config, weights) for config in (written, raw))
+    np.testing.assert_array_equal(*(their().reference_logits(model, tokens) for model in models))

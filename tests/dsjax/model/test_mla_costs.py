@@ -9,7 +9,7 @@ from dsjax.config import bundled_models, load_config
 from dsjax.model.cache_groups import BF16
 from dsjax.model.forms import FORMS
 from dsjax.model.mla_costs import mla_cost, weight_values
-from dsjax.model.parameter_counts import mla_parameters, parameter_counts
+from dsjax.model.parameter_counts import attention_parameters, parameter_counts
 from dsjax.model.parameter_table import abstract_parameters
 from sharding import fp8
 
@@ -23,36 +23,17 @@ def decode(form, context, **options):
 
 def test_parameters_of_v3_are_those_of_its_checkpoint():
     assert parameter_counts(V3) == {
-        "embedding": 926_679_040,
-        "head": 926_679_040,
-        "mla": 187_107_328,
-        "dense_mlp": 396_361_728,
-        "expert": 44_040_192,
-        "shared_experts": 44_040_192,
-        "router": 1_835_008,
-        "router_bias": 256,
-        "layer_norms": 14_336,
-        "dense_layer": 583_483_392,
-        "moe_layer": 11_507_286_272,
-        "final_norm": 7_168,
-        "mtp_module": 11_610_068_224,
-        "main_model": 671_026_419_200,
-        "mtp": 11_610_068_224,
-        "active": 37_552_297_472,
-    }
+        "embedding": 926_679_040, "head": 926_679_040, "mla": 187_107_328, "dense_mlp": 396_361_728, "expert": 44_040_192,
+        "shared_experts": 44_040_192, "router": 1_835_008, "router_bias": 256, "layer_norms": 14_336, "dense_layer": 583_483_392,
+        "moe_layer": 11_507_286_272, "final_norm": 7_168, "mtp_module": 11_610_068_224, "main_model": 671_026_419_200,
+        "mtp": 11_610_068_224, "active": 37_552_297_472,
+    }  # fmt: skip
 
 
 DIRECT = dataclasses.replace(V3.mla, q_lora_rank=None)
-CHANGES = [
-    {"mla": DIRECT},
-    {"attention_bias": True},
-    {"attention_bias": True, "mla": DIRECT},
-    {"tie_word_embeddings": True},
-    {"n_shared_experts": 0},
-    {"n_routed_experts": 0},
-    {"num_nextn_predict_layers": 0},
-    {"first_k_dense_replace": 0},
-]
+BIASED, NONE = {"attention_bias": True}, ("n_shared_experts", "n_routed_experts", "num_nextn_predict_layers")
+CHANGES = [{"mla": DIRECT}, BIASED, BIASED | {"mla": DIRECT}, {"tie_word_embeddings": True}]
+CHANGES += [{name: 0} for name in (*NONE, "first_k_dense_replace")]
 
 
 @pytest.mark.parametrize(
@@ -71,13 +52,7 @@ def test_counts_of_bundled_models_and_of_every_switch_are_the_sums_of_their_para
 # DESIGN.md, over 61 layers.
 @pytest.mark.parametrize(
     ("form", "attention", "expansion"),
-    [
-        ("CD", 4.997e6, 0),
-        ("CC", 4.997e6, 2_046.8e6),
-        ("A_CC", 16.990e6, 0),
-        ("A_CC_ME", 16.990e6, 0),
-        ("AM_CC_ME", 16.990e6, 0),
-    ],
+    [("CD", 4.997e6, 0), ("CC", 4.997e6, 2_046.8e6), *((form, 16.990e6, 0) for form in ABSORBED)],
 )
 def test_decode_flops_of_v3_grow_with_the_context_as_published(form, attention, expansion):
     near, far = decode(form, 1000), decode(form, 2000)
@@ -111,7 +86,9 @@ def test_item_sizes_count_bytes_and_a_token_writes_the_entry_that_its_form_reads
 @pytest.mark.parametrize("form", ["CC", *ABSORBED])
 def test_v32_costs_what_v3_does_up_to_index_topk_but_for_its_projections_and_keys(form):
     dense, sparse = (mla_cost(config, form, rows=2, chunk=3, context=2048) for config in (V3, V32))
-    assert sparse.linear_flops - dense.linear_flops == 2 * 6 * (mla_parameters(V32) - mla_parameters(V3) - 256)
+    assert sparse.linear_flops - dense.linear_flops == 2 * 6 * (
+        attention_parameters(V32) - attention_parameters(V3) - 256
+    )
     assert (sparse.attention_flops, sparse.index_flops) == (dense.attention_flops, 0)
     assert sparse.cache_read_bytes - dense.cache_read_bytes == 2 * 2048 * 256
 
@@ -129,14 +106,10 @@ def test_v32_attends_to_index_topk_tokens_beyond_which_only_index_scores_and_key
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v2-lite", "deepseek-v3.2"])
 def test_weights_are_the_layer_without_its_norms(name):
-    config = load_config(name)
-    norms = (
-        config.mla.kv_lora_rank
-        + (config.mla.q_lora_rank or 0)
-        + 2 * (config.mla.indexer.head_dim if config.mla.indexer else 0)
-    )
+    config, mla = load_config(name), load_config(name).mla
+    norms = mla.kv_lora_rank + (mla.q_lora_rank or 0) + 2 * (mla.indexer.head_dim if mla.indexer else 0)
     for form in ("CD", "CC", "A_CC", "A_CC_ME"):
-        assert weight_values(config, form) == mla_parameters(config) - norms
+        assert weight_values(config, form) == attention_parameters(config) - norms
 
 
 @pytest.mark.parametrize("config", [V3, dataclasses.replace(V3, mla=DIRECT)], ids=["compressed", "direct"])

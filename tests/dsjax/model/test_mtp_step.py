@@ -8,14 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from goldens.our_model import COMPILE_QUICKLY, bound
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from layouts import TINY
-from step_model import pack_rows, placed, tensors
+from step_model import PAGES, G, Model, pack_rows, tensors
 
 from dsjax.checkpoint.load import from_hf_tensors
 from dsjax.config import ModelConfig
-from dsjax.engine.device import cache as device_cache
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
 from dsjax.errors import UserError
@@ -29,23 +26,17 @@ from sharding.placement import CopyTables
 SMALL = TINY | {"num_hidden_layers": 2, "n_routed_experts": 8, "num_experts_per_tok": 3, "num_nextn_predict_layers": 1}
 CONFIG = ModelConfig.from_dict(SMALL)
 D, MODULE = CONFIG.hidden_size, CONFIG.num_hidden_layers
-G, PAGES, TABLE = 4, 12, 4  # slots of a page, pages of a rank, pages of a row's table
-ROWS, CHUNK = 2, 4
+ROWS, CHUNK, TABLE = 2, 4, 4  # TABLE: pages of a row's table
 
 
-class Module:
+class Module(Model):
     """A tiny model with its MTP module on a mesh; one program serves prompts' chunks and decodes."""
 
     def __init__(self, mesh="dp=2", form="A_CC_ME", block_tokens=None, router=None, **changes):
-        spec = MeshSpec.parse(mesh)
-        args = EngineArgs(mesh=mesh, page_size=G, dtype="float32", mla_prefill=form, mla_decode=form, router=router)
-        step = make_step(args, CONFIG, spec, spec.build(), mtp=True)
-        dispatch = dataclasses.replace(step.dispatch, report=True)
-        self.step = dataclasses.replace(step, block_tokens=block_tokens, dispatch=dispatch, **changes)
-        self.params = placed(step, from_hf_tensors(CONFIG, tensors(CONFIG)))
-        self.ranks, self.on_ranks = spec.dp_size, NamedSharding(step.mesh, P(spec.batch_axes))
-        self.shape = GroupShape(ROWS, CHUNK, TABLE, step.decode_form)
-        self.copies = step.placement.tables
+        super().__init__(mesh, CONFIG, report=True, mtp=True, mla_prefill=form, mla_decode=form, router=router)
+        self.step = dataclasses.replace(self.step, block_tokens=block_tokens, **changes)
+        self.shape = GroupShape(ROWS, CHUNK, TABLE, self.step.decode_form)
+        self.copies = self.step.placement.tables
         self._further = jax.jit(self._run_further, compiler_options=COMPILE_QUICKLY)
         self._main = jax.jit(self._run_main, compiler_options=COMPILE_QUICKLY)
 
@@ -59,14 +50,12 @@ class Module:
     def empty(self, seed=9):
         """A cache full of what was left behind, and of no slot a word that it is filled."""
         rng = np.random.default_rng(seed)
-        cache = {
-            name: jax.device_put(rng.normal(size=array.shape).astype(array.dtype), array.sharding)
-            for name, array in device_cache.describe(self.step, PAGES).items()
-        }
-        return cache, jax.device_put(np.zeros((self.ranks * PAGES, G), bool), self.on_ranks)
+        full = lambda array: jax.device_put(rng.normal(size=array.shape).astype(array.dtype), array.sharding)  # noqa: E731
+        cache = {name: full(array) for name, array in self.empty_cache().items()}
+        return cache, jax.device_put(np.zeros((self.ranks * PAGES, G), bool), self.rows)
 
     def pack(self, rows):
-        return jax.device_put(pack_rows((self.ranks, ROWS), CHUNK, TABLE, rows), self.on_ranks)
+        return jax.device_put(pack_rows((self.ranks, ROWS), CHUNK, TABLE, rows), self.rows)
 
     def further(self, cache, filled, rows, copies=None, params=None):
         """``{(rank, row): (hidden, next_tokens, start, pages)}`` → the module's states of each row, cache, filled."""
@@ -75,14 +64,10 @@ class Module:
         next_tokens = np.full((self.ranks, ROWS, CHUNK), 5, np.int32)
         for at, (own, tokens, *_) in rows.items():
             hidden[at][: len(own)], next_tokens[at][: len(own)] = own, tokens
-        hidden, next_tokens = (
-            jax.device_put(a.reshape(self.ranks, ROWS * CHUNK, *a.shape[3:]), self.on_ranks)
-            for a in (hidden, next_tokens)
-        )
+        flat = (a.reshape(self.ranks, ROWS * CHUNK, *a.shape[3:]) for a in (hidden, next_tokens))
         packed = self.pack({at: (np.zeros_like(row[1]), *row[2:]) for at, row in rows.items()})  # tokens are not read
-        out, cache, filled, self.reports = jax.block_until_ready(
-            self._further(params or self.params, cache, filled, packed, hidden, next_tokens, copies or self.copies)
-        )
+        given = params or self.params, cache, filled, packed, *jax.device_put((*flat,), self.rows)
+        out, cache, filled, self.reports = jax.block_until_ready(self._further(*given, copies or self.copies))
         out = self.every = np.asarray(out).reshape(self.ranks, ROWS, CHUNK, D)
         assert np.all(np.isfinite(out))
         return {at: out[at][: len(row[0])] for at, row in rows.items()}, cache, filled
@@ -99,6 +84,10 @@ def module(mesh="dp=2", form="A_CC_ME", block_tokens=None):
     return Module(mesh, form, block_tokens)
 
 
+def assert_near(found, expected):
+    assert np.abs(found - expected).max() <= bound(expected)
+
+
 class ById(ExpertRouter):
     """Expert ``token mod E`` and those after it."""
 
@@ -112,14 +101,10 @@ def dense_passes():
     """The model and the module on whole sequences."""
     table, params = parameter_table(CONFIG, weights="f32"), jax.device_put(from_hf_tensors(CONFIG, tensors(CONFIG)))
 
-    def forward(tokens):
-        return table.bind(params)(tokens).hidden
-
-    def further(hidden, tokens):
-        return table.bind(params).predict_further(hidden, tokens).hidden
-
-    forward, further = (jax.jit(f, compiler_options=COMPILE_QUICKLY) for f in (forward, further))
-    return lambda t: np.asarray(forward(jnp.asarray([t]))[0]), lambda h, t: np.asarray(further(h[None], t[None])[0])
+    quickly = functools.partial(jax.jit, compiler_options=COMPILE_QUICKLY)
+    forward = quickly(lambda tokens: table.bind(params)(tokens).hidden)
+    further = quickly(lambda hidden, tokens: table.bind(params).predict_further(hidden, tokens).hidden)
+    return lambda t: np.asarray(forward(t[None])[0]), lambda h, t: np.asarray(further(h[None], t[None])[0])
 
 
 class Sequence:
@@ -142,13 +127,8 @@ def sequences(ranks):
 
 
 # Every form, with the context in one block or in several, and with heads over two devices where a layout has heads.
-CASES = [
-    ("dp=2", "CC", 4),
-    ("dp=2", "A_CC", 4),
-    ("dp=2", "A_CC_ME", None),
-    ("dp=2,tp=2", "AM_CC_ME", 4),
-    ("dp=2,tp=2", "CD", None),
-]
+CASES = [("dp=2", "CC", 4), ("dp=2", "A_CC", 4), ("dp=2", "A_CC_ME", None)]
+CASES += [("dp=2,tp=2", "AM_CC_ME", 4), ("dp=2,tp=2", "CD", None)]
 
 
 @pytest.mark.parametrize(("mesh", "form", "block"), CASES)
@@ -167,9 +147,7 @@ def test_chunks_of_a_prompt_and_decodes_of_several_tokens_are_the_module_on_the_
         for at, own in states.items():
             found[at].append(own)
     for sequence in (long, short):
-        expected = dense_passes()[1](sequence.hidden, sequence.next_tokens)
-        difference = np.abs(np.concatenate(found[sequence.at]) - expected).max()
-        assert difference <= bound(expected)
+        assert_near(np.concatenate(found[sequence.at]), dense_passes()[1](sequence.hidden, sequence.next_tokens))
 
 
 @pytest.mark.parametrize(("mesh", "form", "block"), CASES)
@@ -183,7 +161,7 @@ def test_holes_in_its_cache_are_not_seen(mesh, form, block):
         found.append(one.further(cache, filled, long.rows(start, 10) | short.rows(5, 6))[0])
     for sequence, first, start, end in ((long, 4, 6, 10), (short, 5, 5, 6)):
         expected = further(sequence.hidden[first:end], sequence.next_tokens[first:end])[start - first :]
-        assert np.abs(found[0][sequence.at] - expected).max() <= bound(expected)
+        assert_near(found[0][sequence.at], expected)
         seen = further(sequence.hidden[:end], sequence.next_tokens[:end])[start:]
         assert np.abs(seen - expected).max() > 100 * bound(expected)
         np.testing.assert_array_equal(found[1][sequence.at], found[2][sequence.at])
@@ -222,7 +200,7 @@ def test_it_fills_its_tokens_slots_in_its_own_layer_and_no_other():
     for name, array in before.items():
         changed = np.any(np.asarray(after[name]) != np.asarray(array), axis=tuple(range(3, array.ndim)))
         assert [places(layer) for layer in changed] == [set()] * MODULE + [written]
-    slots = jax.device_put(np.array([[2 * G, 1 * G + 3], [4 * G, -1]], np.int32), one.on_ranks)
+    slots = jax.device_put(np.array([[2 * G, 1 * G + 3], [4 * G, -1]], np.int32), one.rows)
     left = jax.jit(lambda f, s: mtp.mark(one.step, f, s, False))(filled, slots)
     assert places(np.asarray(left)) == {(0, 2, 1), (1, 4, 1)}
 
@@ -235,19 +213,17 @@ def test_it_drafts_on_from_the_models_states_and_from_its_own():
     states = []
     for start in (0, 4):
         found, cache = one.main(cache, {at: (tokens[:-1][start : start + 4], start, pages)})
-        drafted, cache, filled = one.further(
-            cache, filled, {at: (found[at], tokens[1:][start : start + 4], start, pages)}
-        )
+        rows = {at: (found[at], tokens[1:][start : start + 4], start, pages)}
+        drafted, cache, filled = one.further(cache, filled, rows)
         states.append(found[at])
     forward, further = dense_passes()
     hidden = forward(tokens[:-1])
-    assert np.abs(np.concatenate(states) - hidden).max() <= bound(hidden)
+    assert_near(np.concatenate(states), hidden)
     expected = further(hidden, tokens[1:])
-    assert np.abs(drafted[at] - expected[4:]).max() <= bound(expected)
+    assert_near(drafted[at], expected[4:])
     # The next position has no state of the model yet: the module's own stands in, with its draft as the token after.
     again, cache, filled = one.further(cache, filled, {at: (drafted[at][-1:], [33], 6, pages)})
-    expected = further(np.concatenate([hidden, expected[-1:]]), np.append(tokens[1:], 33))
-    assert np.abs(again[at] - expected[-1:]).max() <= bound(expected)
+    assert_near(again[at], further(np.concatenate([hidden, expected[-1:]]), np.append(tokens[1:], 33))[-1:])
 
 
 def test_the_modules_experts_have_the_last_row_of_the_placement_and_the_model_the_others(kernels):

@@ -34,15 +34,8 @@ def engine(tmp_path_factory):
     @functools.cache
     def run(model, **options):
         directory = write_checkpoint(tmp_path_factory.mktemp("trained"), max_position_embeddings=256, **SMALL[model])
-        llm = LLM(
-            str(directory),
-            dtype="float32",
-            max_num_seqs=4,
-            max_num_batched_tokens=64,
-            prefill_chunk=32,
-            page_size=4,
-            **options,
-        )
+        sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "prefill_chunk": 32, "page_size": 4}
+        llm = LLM(str(directory), dtype="float32", **sizes, **options)
         llm.executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 32),), mixed=True)
         try:
             params = SamplingParams(temperature=1, seed=3, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False,
@@ -72,32 +65,29 @@ def padded(found):
     return jnp.array([tokens + [5] * (most - len(tokens)) for tokens, *_ in found])
 
 
-def differing(found, logprobs):
-    return [
-        int((np.asarray(row)[: len(given)] != given).sum()) for (_, given, _), row in zip(found, logprobs, strict=True)
-    ]
+def assert_given(found, logprobs):
+    for (_, given, _), row in zip(found, logprobs, strict=True):
+        np.testing.assert_array_equal(np.asarray(row)[: len(given)], given)
+
+
+def forward(params, config, tokens, products):
+    return jax.jit(lambda params, tokens: log_probabilities(params, config, tokens, products))(params, tokens)
 
 
 def test_a_jitted_forward_gives_the_engines_log_probabilities(engine, kernels):
     """Of a sequence alone; the forward of a gradient below is of several, with padding."""
     found, params, config = engine("v3", batch_invariant=True)
-    run = jax.jit(lambda params, tokens: log_probabilities(params, config, tokens, NativeProducts(kernels.native)))
-    assert differing(found[1:2], run(params, jnp.array([found[1][0]]))) == [0]
+    assert_given(found[1:2], forward(params, config, jnp.array([found[1][0]]), NativeProducts(kernels.native)))
 
 
 def test_without_batch_invariance_it_gives_those_of_prompts_in_their_own_form(engine, kernels):
     found, params, config = engine("v3")
-    run = jax.jit(
-        lambda params, tokens: log_probabilities(params, config, tokens, NativeProducts(kernels.native, form="CC"))
-    )
-    cut = [(tokens, given[:count], count) for tokens, given, count in found]
-    assert differing(cut, run(params, padded(found))) == [0] * len(found)
+    logprobs = forward(params, config, padded(found), NativeProducts(kernels.native, form="CC"))
+    assert_given([(tokens, given[:count], count) for tokens, given, count in found], logprobs)
 
 
 @pytest.mark.parametrize(("model", "trained"), [("v3", "embed.weight"), ("v3.2", "all")])
-def test_the_forward_of_a_gradient_gives_them_too_and_the_gradient_is_that_of_the_plain_pass(
-    engine, kernels, model, trained
-):
+def test_a_gradients_forward_gives_them_too_and_the_gradient_is_the_plain_passs(engine, kernels, model, trained):
     found, params, config = engine(model, batch_invariant=True)
     tokens = padded(found)
     chosen = {name: array for name, array in params.items() if trained in ("all", name)}
@@ -110,7 +100,7 @@ def test_the_forward_of_a_gradient_gives_them_too_and_the_gradient_is_that_of_th
         return jax.jit(lambda chosen: jax.value_and_grad(loss, has_aux=True)(chosen, products))(chosen)
 
     ((_, logprobs), gradients), (_, plain) = run(NativeProducts(kernels.native)), run(XlaProducts())
-    assert differing(found, logprobs) == [0] * len(found)
+    assert_given(found, logprobs)
     for name, gradient in gradients.items():
         most = float(jnp.abs(plain[name]).max())
         assert float(jnp.abs(gradient - plain[name]).max()) <= 1e-4 * most, name

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from kernel_cases import scaled
 
 from dsjax.config import load_config
 from dsjax.model.parameter_table import parameter_table
@@ -70,9 +71,7 @@ def test_a_declared_matrix_reads_the_stored_bits_as_what_they_mean(weights, plat
             if (weights, platform) == ("fp8", "gpu"):
                 assert info.logical_axes == ("layers", "experts", "stack", "expert_width", "embed")
                 expected = expected.transpose(0, 1, 4, 2, 3)
-    if weights == "fp8":
-        rows = np.repeat(params["scale"], BLOCK, axis=2)[:, :, :130]
-        expected = expected * np.repeat(rows, BLOCK, axis=4)[..., :140]
+    expected = scaled(expected, params.get("scale"), (2, 4)).astype(np.float32)
     found = jax.jit(lambda params: table.bind(params).value(jnp.float32))(params)
     np.testing.assert_array_equal(found, expected)
 

@@ -46,16 +46,14 @@ def decode_program(kernels, tmp_path):
 @pytest.mark.parametrize("drafts", [0, 2], ids=["layers", "the MTP module"])
 def test_a_rank_without_a_token_leaves_attention_out_but_not_its_experts(decode_program, drafts):
     text, _ = decode_program("dp=4", drafts)
-    branches = set(
-        re.findall(r"%([\w.\-]+)", " ".join(re.findall(r"(?:branch|true|false)_computations?=\{?[^}\n]*", text)))
-    )
-    holding = {
-        kernel: {name for name, body in computations(text).items() if kernel in body} for kernel in (ATTENTION, EXPERTS)
-    }
-    assert holding[ATTENTION]
-    assert holding[ATTENTION] <= branches
-    assert holding[EXPERTS], "others' tokens may come to it"
-    assert not holding[EXPERTS] & branches
+    named = " ".join(re.findall(r"(?:branch|true|false)_computations?=\{?[^}\n]*", text))
+    branches = set(re.findall(r"%([\w.\-]+)", named))
+    parts = computations(text).items()
+    attention, experts = ({name for name, body in parts if kernel in body} for kernel in (ATTENTION, EXPERTS))
+    assert attention
+    assert attention <= branches
+    assert experts, "others' tokens may come to it"
+    assert not experts & branches
 
 
 @pytest.mark.slow

@@ -7,38 +7,21 @@ import pytest
 from dsjax.config import RopeConfig
 from dsjax.model.rope import Rotation, inverse_frequencies
 
-V3 = RopeConfig(
-    theta=10000.0, type="yarn", factor=40, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0
-)
-KIMI_K2 = RopeConfig(
-    theta=50000.0, type="yarn", factor=32, original_max_position_embeddings=4096, beta_fast=1.0, beta_slow=1.0
-)
-
-
 # Values printed by transformers 5.23's DeepseekV3RotaryEmbedding; one unit in the last place of float32 is 1.2e-7.
+V3 = {0: 1.0, 10: 0.05623412877321243, 11: 0.039006926119327545, 16: 0.005500000435858965, 22: 0.00017782794020604342,
+      23: 3.333803397254087e-05, 31: 3.3338035336782923e-06}  # fmt: skip
+KIMI_K2 = {10: 0.034007277339696884, 16: 0.004472136031836271, 22: 1.8378419554210268e-05, 31: 8.764412768869079e-07}
+
+
 @pytest.mark.parametrize(
-    ("rope", "reference"),
+    ("options", "reference"),
     [
-        (
-            V3,
-            {
-                0: 1.0,
-                10: 0.05623412877321243,
-                11: 0.039006926119327545,
-                16: 0.005500000435858965,
-                22: 0.00017782794020604342,
-                23: 3.333803397254087e-05,
-                31: 3.3338035336782923e-06,
-            },
-        ),
-        (
-            KIMI_K2,
-            {10: 0.034007277339696884, 16: 0.004472136031836271, 22: 1.8378419554210268e-05, 31: 8.764412768869079e-07},
-        ),
+        ({"theta": 10000.0, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}, V3),
+        ({"theta": 50000.0, "factor": 32, "beta_fast": 1.0, "beta_slow": 1.0}, KIMI_K2),
     ],
 )
-def test_yarn_frequencies_are_those_of_transformers(rope, reference):
-    ours = inverse_frequencies(rope, 64)
+def test_yarn_frequencies_are_those_of_transformers(options, reference):
+    ours = inverse_frequencies(RopeConfig(type="yarn", original_max_position_embeddings=4096, **options), 64)
     assert (ours.dtype, ours.shape) == (np.float32, (32,))
     np.testing.assert_allclose(ours[list(reference)], list(reference.values()), rtol=1.3e-7)
 

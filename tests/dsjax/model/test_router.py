@@ -20,14 +20,8 @@ E, GROUPS = 24, 6
 
 ROUTED = {"n_routed_experts": E, "num_experts_per_tok": 5, "n_group": GROUPS, "topk_group": 2}
 BASE = ModelConfig.from_dict(TINY | ROUTED)
-V2 = dataclasses.replace(
-    BASE,
-    model_type="deepseek_v2",
-    scoring_func="softmax",
-    topk_method="group_limited_greedy",
-    norm_topk_prob=False,
-    topk_group=3,
-)
+OF_V2 = {"model_type": "deepseek_v2", "scoring_func": "softmax", "topk_method": "group_limited_greedy"}
+V2 = dataclasses.replace(BASE, **OF_V2, norm_topk_prob=False, topk_group=3)
 CONFIGS = {
     "noaux_tc": BASE,
     "noaux_tc, one group": dataclasses.replace(BASE, n_group=1, topk_group=1),
@@ -59,10 +53,8 @@ def by_token(logits, bias, config):
             candidates = [int(e) for g in sorted(kept) for e in members[g]]
         chosen = sorted(candidates, key=lambda e: (-choice[e], e))[: config.num_experts_per_tok]
         own = scores[chosen]
-        if config.norm_topk_prob:
-            own = own / own.sum()
         ids.append(chosen)
-        weights.append(own * config.routed_scaling_factor)
+        weights.append(own / (own.sum() if config.norm_topk_prob else 1) * config.routed_scaling_factor)
     return np.array(ids), np.array(weights)
 
 
@@ -87,9 +79,8 @@ def routed(logits, bias, config):
 
 def logits_and_bias(config, seed, bias_center=0.0, rows=200):
     rng = np.random.default_rng(seed)
-    logits = rng.normal(size=(rows, E)).astype(np.float32)
-    bias = None if config.scoring_func == "softmax" else rng.uniform(-0.5, 0.5, E).astype(np.float32) + bias_center
-    return logits, None if bias is None else bias.astype(np.float32)
+    logits, bias = rng.normal(size=(rows, E)).astype(np.float32), rng.uniform(-0.5, 0.5, E).astype(np.float32)
+    return logits, None if config.scoring_func == "softmax" else bias + np.float32(bias_center)
 
 
 @pytest.mark.parametrize("bias_center", [0.0, -0.3, -5.0, 5.0])

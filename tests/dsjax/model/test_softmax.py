@@ -33,21 +33,18 @@ def case():
 
 
 def in_blocks(positions, q, keys, values, block, filled=None):
-    def filled_of(index):
-        return jax.lax.dynamic_slice_in_dim(jnp.asarray(filled), index * block, block, axis=1)
+    def block_of(array, index):
+        return jax.lax.dynamic_slice_in_dim(jnp.asarray(array), index * block, block, axis=1)
 
     def run(positions, q, keys, values):
-        def fetch(index):
-            return [jax.lax.dynamic_slice_in_dim(a, index * block, block, axis=1) for a in (keys, values)]
-
         return attend_in_blocks(
             positions[..., None],
-            fetch,
+            lambda index: [block_of(array, index) for array in (keys, values)],
             lambda context: jnp.einsum("rchw,rsw->rchs", q, context[0]),
             lambda probs, context: jnp.einsum("rchs,rsw->rchw", probs, context[1]),
             num_blocks=S // block,
             block=block,
-            filled=None if filled is None else filled_of,
+            filled=None if filled is None else lambda index: block_of(filled, index),
         )
 
     return np.asarray(jax.jit(run)(positions, q, keys, values))
@@ -81,7 +78,6 @@ def test_blocks_that_no_query_sees_are_never_read_and_queries_past_the_table_see
     past = np.full_like(positions, 10 * S)
     found = in_blocks(past, q, keys, values, 8)
     np.testing.assert_allclose(found, plain(np.full_like(positions, S - 1), q, keys, values), **TOLERANCE)
-    positions, q, keys, values = case
     positions = np.minimum(positions, 15)  # the third block of 8 is past every query
     expected = plain(positions, q, keys, values)
     keys[:, 16:] = values[:, 16:] = np.nan

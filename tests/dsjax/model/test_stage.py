@@ -21,9 +21,8 @@ def test_no_division_gives_the_fullest_stage_less_work(count):
     work, behind = layer_work(V3)
 
     def fullest(layers):
-        ends = np.cumsum(layers)
-        sums = [sum(work[end - own : end]) for end, own in zip(ends, layers, strict=True)]
-        return max(*sums[:-1], sums[-1] + behind) if count > 1 else sums[0] + behind
+        *sums, last = (sum(part) for part in np.split(work, np.cumsum(layers)[:-1]))
+        return max([*sums, last + behind])
 
     found = numbers(V3, count)
     assert sum(found) == 61
@@ -40,7 +39,7 @@ def test_head_and_drafts_take_layers_from_the_last_stage_and_a_division_that_is_
     assert numbers(V3, 2, mtp=True)[-1] < 30
     stages = stages_of(V3, 3, given="4, 40,17")
     assert [(stage.first, stage.layers) for stage in stages] == [(0, 4), (4, 40), (44, 17)]
-    assert [(stage.begins, stage.ends) for stage in stages] == [(True, False), (False, False), (False, True)]
+    assert [(stage.is_first, stage.is_last) for stage in stages] == [(True, False), (False, False), (False, True)]
 
 
 @pytest.mark.parametrize("given", ["31", "31,29", "61,0", "31,x", "31,30,0", "-1,62", ""])
@@ -56,7 +55,7 @@ def test_the_stages_parameters_together_are_the_models():
     found: dict[str, list[tuple]] = {}
     for stage in stages_of(V3, 4, given="2,3,50,6", mtp=True):
         config = stage.config(V3)
-        table = parameter_table(config, weights="fp8", begins=stage.begins, ends=stage.ends, mtp=stage.ends)
+        table = parameter_table(config, weights="fp8", begins=stage.is_first, ends=stage.is_last, mtp=stage.is_last)
         for path, info in table.infos.items():
             found.setdefault(path, []).append(info.shape)
     assert found.keys() == whole.keys()
@@ -71,7 +70,7 @@ def test_the_stages_parameters_together_are_the_models():
 
 def test_a_stage_has_whole_stacks_of_a_model_whose_runs_end_at_its_borders():
     for stage in stages_of(FLASH, 3, given="4,20,19", mtp=True):  # between layers that take turns
-        own = parameter_table(stage.config(FLASH), weights="fp8", mtp=stage.ends)
+        own = parameter_table(stage.config(FLASH), weights="fp8", mtp=stage.is_last)
         whole = abstract_parameters(stage.in_whole(FLASH), weights="fp8")
         assert {path: info.shape for path, info in own.infos.items()} == {path: whole[path].shape for path in own.infos}
 

@@ -79,50 +79,32 @@ def test_a_tokens_mla_form_follows_from_whether_it_is_prompt_or_answer(mesh, nam
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, True),
-        ({"batch_invariant": True}, False),
-        ({"mla_decode": "AM_CC_ME"}, False),
-        ({"kernels": "plain"}, False),
-        ({"dtype": "bfloat16"}, False),
-    ],
+    "options", [{}, {"batch_invariant": True}, {"mla_decode": "AM_CC_ME"}, {"kernels": "plain"}, {"dtype": "bfloat16"}]
 )
-def test_the_kind_of_a_token_matters_where_prompts_and_decodes_have_two_exact_forms(options, expected, kernels):
+def test_the_kind_of_a_token_matters_where_prompts_and_decodes_have_two_exact_forms(options, kernels):
     args, spec = EngineArgs(**{"dtype": "float32"} | options), MeshSpec.parse("dp=1")
-    assert make_step(args, CONFIG, spec, spec.build()).forms_by_kind == expected
+    assert make_step(args, CONFIG, spec, spec.build()).forms_by_kind == (not options)
 
 
 # One layout each, and both that decode with one form and prefill with another.
-CACHES = {
-    "split": {},
-    "split, bf16": {"kv_cache_dtype": "bfloat16"},
-    "split, fp8": {"kv_cache_dtype": "fp8"},
-    "joined": {"mla_prefill": "A_CC", "mla_decode": "A_CC"},
-    "decompressed": {"mla_prefill": "CD", "mla_decode": "CD"},
-}
+CACHES = [{}, {"kv_cache_dtype": "bfloat16"}, {"kv_cache_dtype": "fp8"}]
+CACHES += [{"mla_prefill": form, "mla_decode": form} for form in ("A_CC", "CD")]
 
 
-@pytest.mark.parametrize("name", CACHES)
-def test_a_step_writes_its_active_tokens_slots_and_no_other_byte(name):
-    one = model(**CACHES[name])
-    rng = np.random.default_rng(5)
-    shardings = jax.tree.map(lambda array: array.sharding, one.empty_cache())
-    before, kept = {}, one.step.attention.arrays
-    for key, array in one.empty_cache().items():
-        values = rng.normal(size=array.shape).astype(kept[key][1])
-        before[key] = values.view(array.dtype)
+@pytest.mark.parametrize("options", CACHES, ids=["split", "split, bf16", "split, fp8", "joined", "decompressed"])
+def test_a_step_writes_its_active_tokens_slots_and_no_other_byte(options):
+    one, rng = model(**options), np.random.default_rng(5)
+    empty, kept = one.empty_cache(), one.step.attention.arrays
+    before = {key: rng.normal(size=array.shape).astype(kept[key][1]).view(array.dtype) for key, array in empty.items()}
     # One row is at its table's last page, one is shorter than the chunk, and one is padding.
     groups = one.both(([([7], 18, [9, 8, 7, 6, 10])], []), ([(FIRST[:3], 2, [1, 2])], [(SECOND, 0, [5, 4])]))
     written = {(0, 10, 2), (0, 1, 2), (0, 1, 3), (0, 2, 0)}  # rank, page, offset
     written |= {(1, 5, offset) for offset in range(G)} | {(1, 4, 0)}
-    _, after = one.run(jax.device_put(before, shardings), groups)
+    _, after = one.run(jax.device_put(before, jax.tree.map(lambda array: array.sharding, empty)), groups)
     for key, array in before.items():
         changed = np.any(np.asarray(after[key]) != array, axis=tuple(range(3, array.ndim)))
-        for layer in range(CONFIG.num_hidden_layers):
-            found = {
-                (int(page) // PAGES, int(page) % PAGES, int(offset)) for page, offset in np.argwhere(changed[layer])
-            }
+        for layer in changed:
+            found = {(page // PAGES, page % PAGES, offset) for page, offset in np.argwhere(layer).tolist()}
             assert found == written, key
 
 

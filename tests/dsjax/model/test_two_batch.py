@@ -20,11 +20,11 @@ def answers(model: Model):
     """Logits of every token of two steps of one program: two prompts on each rank, then a piece of one beside a decode of the other."""
     draw = np.random.default_rng(0)
     tokens = lambda n: draw.integers(1, 40, n).tolist()  # noqa: E731
-    form, other = model.step.prefill_form, model.step.decode_form
+    prefill, decode = model.step.prefill_form, model.step.decode_form
 
     def groups(prompts=(), decodes=(), further=()):
-        shapes = ((2, 6), form, prompts), ((3, 1), other, decodes), ((1, 6), form, further)
-        return [(shape, form, [[*rows] for _ in range(model.ranks)]) for shape, form, rows in shapes]
+        shapes = ((2, 6), prefill, prompts), ((3, 1), decode, decodes), ((1, 6), prefill, further)
+        return [(shape, form, [rows] * model.ranks) for shape, form, rows in shapes]
 
     prompts = groups(prompts=[(tokens(6), 0, [1, 2, 5]), (tokens(4), 0, [6, 7, 8])])
     first, cache = model.run(model.empty_cache(), prompts)

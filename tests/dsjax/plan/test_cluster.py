@@ -1,7 +1,5 @@
 """Cluster files: the bundled ones hold together, the user's are checked; hosts of two kinds."""
 
-import dataclasses
-
 import pytest
 
 from dsjax.errors import UserError
@@ -23,12 +21,16 @@ latency_us_range = [2, 8]
 [sources]
 network_gbps = "ours"
 """
+PREFILL = '[prefill]\nhardware = "h200"\nhosts = 3\n'
 
 
-def loaded(folder, text):
-    path = folder / "cluster.toml"
-    path.write_text(text)
-    return load_cluster(path)
+@pytest.fixture
+def loaded(tmp_path):
+    def load(text):
+        (tmp_path / "cluster.toml").write_text(text)
+        return load_cluster(tmp_path / "cluster.toml")
+
+    return load
 
 
 @pytest.mark.parametrize("name", bundled_clusters())
@@ -39,11 +41,12 @@ def test_bundled_clusters_have_the_devices_of_their_names(name):
     assert cluster.latency_low <= cluster.latency <= cluster.latency_high
 
 
-def test_cards_are_shared_by_the_devices_of_a_host(tmp_path):
-    cluster = loaded(tmp_path, GOOD)
-    assert cluster.devices_per_host == 8
+def test_cards_are_shared_by_the_devices_of_a_host_and_hosts_of_another_kind_are_read(loaded):
+    cluster = loaded(GOOD + PREFILL)
+    assert (cluster.devices_per_host, cluster.domains_of(9)) == (8, 2)
     assert cluster.network_bandwidth == 100e9 / 8 * 2 / 8
-    assert cluster.domains_of(9) == 2
+    found = cluster.prefill
+    assert (found.hardware.key, found.num_devices, found.network_gbps) == ("h200", 24, 100)
 
 
 @pytest.mark.parametrize(
@@ -58,32 +61,23 @@ def test_cards_are_shared_by_the_devices_of_a_host(tmp_path):
         (('hardware = "h100"', 'hardware = "h1000"'), r"cluster '.*': no hardware 'h1000'"),
         (("hosts = 2", "hosts = 2\nscale_up_devices = 6"), "cut each other"),
         (("hosts = 2", "hosts = = 2"), "not valid TOML"),
+        (('"ours"\n', f'"ours"\n{PREFILL}latency_us = 3\n'), r"prefill is .* unknown field `latency_us`"),
     ],
 )
-def test_a_wrong_file_says_what_is_wrong(tmp_path, change, message):
+def test_a_wrong_file_says_what_is_wrong(loaded, change, message):
     with pytest.raises(UserError, match=message):
-        loaded(tmp_path, GOOD.replace(*change))
-
-
-def test_hosts_of_another_kind_are_read(tmp_path):
-    prefill = '[prefill]\nhardware = "h200"\nhosts = 3\n'
-    found = loaded(tmp_path, GOOD + prefill).prefill
-    assert (found.hardware.key, found.num_devices, found.network_gbps) == ("h200", 24, 100)
-    with pytest.raises(UserError, match=r"prefill is .* unknown field `latency_us`"):
-        loaded(tmp_path, GOOD + prefill + "latency_us = 3\n")
+        loaded(GOOD.replace(*change))
 
 
 def test_prompts_are_computed_on_the_hosts_that_are_for_them(ask):
-    pins = Pins(MeshSpec.parse("dp=8"), MeshSpec.parse("dp=16"))
-    options = PlanOptions(modes=("separated",), redundant=0, pins=pins)
-    bounds = Objective(ttft=3, tpot=0.05)
+    def found(prefill_mesh):
+        pins = Pins(MeshSpec.parse(prefill_mesh), MeshSpec.parse("dp=16"))
+        options = PlanOptions(modes=("separated",), redundant=0, pins=pins)
+        return search(ask("h800-16-h20-16", 4096, 1000, Objective(ttft=3, tpot=0.05), options)).winner
+
     with pytest.raises(UserError, match=r"--prefill-mesh dp=8 is no layout that fits here"):
-        search(ask("h800-16-h20-16", prompt=4096, output=1000, objective=bounds, options=options))
-    pins = dataclasses.replace(pins, prefill_mesh=MeshSpec.parse("dp=16"))
-    question = ask(
-        "h800-16-h20-16", prompt=4096, output=1000, objective=bounds, options=dataclasses.replace(options, pins=pins)
-    )
-    two = search(question).winner
+        found("dp=8")
+    two = found("dp=16")
     assert (two.prefill.cluster.hardware.key, two.decode.cluster.hardware.key) == ("h800", "h20")
     assert two.name() == "1 × dp=16 h800 | 1 × dp=16 h20"
     assert two.devices == 32

@@ -5,10 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from plan_words import plan, plan_json
 
 import dsjax.plan
-from dsjax.cli.main import app
 from dsjax.errors import UserError
 from dsjax.plan.comparison import compare, estimate, link_bytes, ratio_of
 from dsjax.plan.explain import label, labels
@@ -29,8 +28,7 @@ def width(figure):
 
 
 def test_a_layout_beside_itself_is_as_good(ask):
-    found = compare(ask(), ["tp=8", "tp=8"], draws=8)
-    ratios = {one.metric: one for one in found.pairs[0].ratios}
+    ratios = {one.metric: one for one in compare(ask(), ["tp=8", "tp=8"], draws=8).pairs[0].ratios}
     assert all(one.value == 1 and not one.is_decided for one in ratios.values())
     assert width(ratios["ttft"].value) == 1, "whatever is assumed, it is assumed of both"
     assert ratios["throughput"].value.low < 1 < ratios["throughput"].value.high, "blind ratios were not exact"
@@ -69,19 +67,16 @@ def test_bytes_cross_the_links_that_a_layout_has(both, ask):
     wide, narrow = (link_bytes(one.decode, one.batch) for one in both.candidates)
     assert wide["network"] > 3 * narrow["network"], "rows for 24 of 32 ranks; the sums of tp=8 stay in a host"
     alone = estimate(ask("h200-8"), "tp=8")
-    assert link_bytes(alone.decode, alone.batch)["network"] == 0
-    config, tokens = alone.decode.config, alone.batch
-    assert link_bytes(alone.decode, tokens)["scale_up"] >= 4 * 61 * tokens * config.hidden_size * 2 * 7 / 8
+    sent = link_bytes(alone.decode, alone.batch)
+    assert sent["network"] == 0
+    assert sent["scale_up"] >= 4 * 61 * alone.batch * alone.decode.config.hidden_size * 2 * 7 / 8
 
 
 def test_a_recipe_is_compared_as_it_was_written(ask, tmp_path):
-    question = ask("h200-8", concurrency=64.0)
-    candidate = dsjax.plan.estimate("h200-8", "tp=8", input_tokens=1000, output_tokens=500, concurrency=64.0)
-    path = tmp_path / "recipe.json"
-    path.write_text(json.dumps(recipe("deepseek-v3", question, candidate)))
-    again = estimate(
-        dsjax.plan.api.question("h200-8", input_tokens=1000, output_tokens=500, concurrency=64.0), str(path)
-    )
+    asked = {"input_tokens": 1000, "output_tokens": 500, "concurrency": 64.0}
+    candidate, path = dsjax.plan.estimate("h200-8", "tp=8", **asked), tmp_path / "recipe.json"
+    path.write_text(json.dumps(recipe("deepseek-v3", ask(concurrency=64.0), candidate)))
+    again = estimate(dsjax.plan.api.question("h200-8", **asked), str(path))
     assert (again.name(), again.batch) == (candidate.name(), candidate.batch)
     assert again.throughput == pytest.approx(candidate.throughput, rel=1e-6)
 
@@ -117,13 +112,12 @@ def test_inputs_have_the_names_that_their_users_know(both):
 
 
 def test_the_command_shows_both_and_writes_json():
-    words = ["plan", "compare", "tp=8", "dp=8", "--cluster", "h200-8", "--input", "1000", "--output", "100"]
-    shown = CliRunner().invoke(app, words)
-    assert shown.exit_code == 0
-    assert "A ÷ B, with 90 % intervals" in shown.output
-    assert re.search(r"(A|B) is better, (\d+|> 99) % sure|undecided \((A|B) with \d+ %\)", shown.output)
-    assert "order of tokens/s; those that move the ratio most:" in shown.output
-    found = json.loads(CliRunner().invoke(app, [*words, "--json", "-"]).stdout)
+    words = ["compare", "tp=8", "dp=8", "--cluster", "h200-8", "--input", "1000", "--output", "100"]
+    shown = plan(*words)
+    assert "A ÷ B, with 90 % intervals" in shown
+    assert re.search(r"(A|B) is better, (\d+|> 99) % sure|undecided \((A|B) with \d+ %\)", shown)
+    assert "order of tokens/s; those that move the ratio most:" in shown
+    found = plan_json(*words)
     assert [one["mesh"] for one in found["layouts"]] == ["tp=8", "dp=8"]
     assert set(found["pairs"][0]["ratios"]) == {"throughput", "tpot", "ttft"}
     assert len(found["pairs"][0]["deciding"]) == 3

@@ -7,10 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from step_models import step_model
-from typer.testing import CliRunner
+from plan_words import plan
+from step_models import options_for, step_model
 
-from dsjax.cli import app
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.run import dry_run
 from dsjax.engine.setup.args import EngineArgs
@@ -30,26 +29,31 @@ from dsjax.plan.workload import PlanOptions
 from sharding.dispatch import DispatchConfig, resolved_method
 from sharding.mesh import MeshSpec
 
-FILES = Path(__file__).parent / "dry_runs"
-NAMES = ("dp8-decode", "dp8-prefill", "tp8-decode", "dp32-decode")
+FILES = {path.stem: path for path in (Path(__file__).parent / "dry_runs").glob("*.json")}
 
 
 @pytest.fixture(scope="module")
 def runs():
-    return {name: read_dry_run(FILES / f"{name}.json") for name in NAMES}
+    return {name: read_dry_run(path) for name, path in FILES.items()}
+
+
+@pytest.fixture
+def edited(tmp_path):
+    """Another file of a dry run, with some fields of it changed."""
+
+    def make(name="dp8-decode", **change):
+        path = tmp_path / "edited.json"
+        path.write_text(json.dumps(json.loads(FILES[name].read_text()) | change))
+        return path
+
+    return make
 
 
 @pytest.fixture
 def planned(ask, runs):
     def make(*names, mesh="dp=8", dispatch="auto", **kwargs):
-        options = PlanOptions(
-            compiled=tuple(runs[name] for name in names),
-            mesh=MeshSpec.parse(mesh),
-            redundant=0,
-            dispatch=dispatch,
-            modes=("aggregated",),
-            **kwargs,
-        )
+        compiled, kwargs["mesh"] = tuple(runs[name] for name in names), MeshSpec.parse(mesh)
+        options = PlanOptions(compiled=compiled, redundant=0, dispatch=dispatch, modes=("aggregated",), **kwargs)
         return search(ask("h200-16", options=options, hosts=4 if mesh == "dp=32" else None))
 
     return make
@@ -59,7 +63,7 @@ def test_weights_that_were_compiled_are_the_planners_to_the_byte(v3, runs):
     for name, run in runs.items():
         layout = parse_layout(run.mesh, 0, v3)
         assert sum(weight_bytes(v3, layout, PRECISIONS["fp8"]).values()) == run.device_bytes.weights_total
-        body = json.loads((FILES / f"{name}.json").read_text())
+        body = json.loads(FILES[name].read_text())
         assert body["device_bytes"]["cache"] == 70_272 * (body["cache_tokens"] + body["page_size"])
 
 
@@ -88,9 +92,9 @@ def test_memory_is_set_aside_as_compiled_once_both_steps_are_given(planned, runs
     assert memory.cache - assumed.cache == pytest.approx(assumed.reserve - memory.reserve)
     assert both.winner.prefill_tokens <= 8192
     decode = planned("dp8-decode").winner.decode
-    one, launch = decode.memory.reserve, planned_launch(decode.options, memory.device, decode.layout, 4096)
-    assert one == set_aside(decode.config, decode.layout, decode.options.precision, launch)
-    assert one > runs["dp8-decode"].temporaries + 0.02 * memory.device
+    launch = planned_launch(decode.options, memory.device, decode.layout, 4096)
+    aside = set_aside(decode.config, decode.layout, decode.options.precision, launch)
+    assert decode.memory.reserve == aside > runs["dp8-decode"].temporaries + 0.02 * memory.device
     assert Kind(decode.cache_tokens.kinds).words() == "compiled + assumption"
 
 
@@ -103,52 +107,38 @@ def test_memory_is_set_aside_as_compiled_once_both_steps_are_given(planned, runs
         ({"kv_cache_dtype": "float32"}, "its cache is float32"),
     ],
 )
-def test_a_dry_run_of_something_else_is_not_used_and_says_why(ask, tmp_path, change, reason):
-    found = json.loads((FILES / "dp8-decode.json").read_text()) | change
-    path = tmp_path / "other.json"
-    path.write_text(json.dumps(found))
-    run = read_dry_run(path)
-    assert reason in refusal(run, ask())
+def test_a_dry_run_of_something_else_is_not_used_and_says_why(ask, edited, change, reason):
+    assert reason in refusal(read_dry_run(edited(**change)), ask())
 
 
 def test_files_that_match_no_layout_or_engine_are_said(planned):
-    (other,) = planned("dp32-decode").usages
-    assert not other.used
-    assert "no layout of this plan is dp=32" in other.text
-    (usage,) = planned("dp8-decode").usages
-    assert usage.used
-    assert "not its time: it is a program of dsjax, and the plan is for published" in usage.text
+    for name, used, said in (
+        ("dp32-decode", False, "no layout of this plan is dp=32"),
+        ("dp8-decode", True, "not its time: it is a program of dsjax, and the plan is for published"),
+    ):
+        (usage,) = planned(name).usages
+        assert (usage.used, said in usage.text) == (used, True)
 
 
 def test_a_predicted_timeline_is_shown_beside_the_planners_step():
-    path = FILES / "tp8-decode.json"
-    predicted = json.loads(path.read_text())["timeline"]["step"]["value"]
-    arguments = ["plan", "--cluster", "h200-8", "--mesh", "tp=8,ep=1", "--mode", "aggregated", "--dispatch", "auto"]
-    shown = CliRunner().invoke(app, [*arguments, "--compiled", str(path), "--explain", "tpot"], catch_exceptions=False)
-    assert f"its timeline {predicted * 1e3:.3g} ms [" in shown.output
-    assert re.search(r"\d\.\d\d … \d\.\d\d  timeline: ", shown.output)
-
-
-@pytest.fixture(scope="module")
-def in_halves(tmp_path_factory):
-    """As if the step of `dp=32` had been compiled with --enable-dbo, and took 70 ms."""
-    found = json.loads((FILES / "dp32-decode.json").read_text()) | {"halves": True}
-    found["timeline"] = {"step": {"value": 0.070, "low": 0.06, "high": 0.09}}
-    path = tmp_path_factory.mktemp("halves") / "halves.json"
-    path.write_text(json.dumps(found))
-    return read_dry_run(path)
+    predicted = json.loads(FILES["tp8-decode"].read_text())["timeline"]["step"]["value"]
+    words = ["--cluster", "h200-8", "--mesh", "tp=8,ep=1", "--mode", "aggregated", "--dispatch", "auto"]
+    shown = plan(*words, "--compiled", FILES["tp8-decode"], "--explain", "tpot")
+    assert f"its timeline {predicted * 1e3:.3g} ms [" in shown
+    assert re.search(r"\d\.\d\d … \d\.\d\d  timeline: ", shown)
 
 
 @pytest.mark.parametrize("overlap", ["on", "off"])
-def test_a_program_in_two_halves_is_read_as_one_and_never_as_a_whole_step(v3, ask, runs, in_halves, overlap):
-    ours = find_engine("dsjax")
+def test_a_program_in_two_halves_is_read_as_one_and_never_as_a_whole_step(instance, runs, edited, overlap):
+    """As if the step of `dp=32` had been compiled with --enable-dbo, and took 70 ms."""
+    timeline = {"step": {"value": 0.070, "low": 0.06, "high": 0.09}}
+    in_halves, whole = read_dry_run(edited("dp32-decode", halves=True, timeline=timeline)), runs["dp32-decode"]
 
-    def instance(*compiled):
-        options = PlanOptions(engine=ours, dispatch="padded", overlap=overlap, compiled=compiled, skew=UNIFORM)
-        question = ask("h200-16", hosts=4, prompt=3846, options=options)
-        return question.instance(parse_layout("dp=32", 0, v3), {})
+    def made(*compiled):
+        options = options_for("dsjax", dispatch="padded", overlap=overlap, compiled=compiled, skew=UNIFORM)
+        return instance("dp=32", "h200-16", hosts=4, prompt=3846, options=options)
 
-    plain, read = instance(), instance(in_halves)
+    plain, read = made(), made(in_halves)
     assert in_halves.shape.endswith("in two halves")
     assert read.memory.weights == plain.memory.weights
     if overlap == "off":  # its collectives and operations are of half batches, and its time is another step's
@@ -156,16 +146,13 @@ def test_a_program_in_two_halves_is_read_as_one_and_never_as_a_whole_step(v3, as
         return
     assert read.overlapped(128)
     assert read.compiled_step(in_halves) * read.pace(True, True) == pytest.approx(0.070)
-    both = instance(in_halves, runs["dp32-decode"])
-    assert both.compiled_step(runs["dp32-decode"]) * both.pace(True, False) == pytest.approx(
-        float(runs["dp32-decode"].timeline)
-    )
+    both = made(in_halves, whole)
+    assert both.compiled_step(whole) * both.pace(True, False) == pytest.approx(float(whole.timeline))
     assert not read.overlapped(8)
 
 
 def test_a_mesh_with_copies_of_the_experts_is_as_many_of_the_one_that_was_compiled(planned, runs):
-    engine = find_engine("dsjax")
-    copies = planned("dp8-decode", mesh="dp=16,ep=8", engine=engine).winner
+    copies = planned("dp8-decode", mesh="dp=16,ep=8", engine=find_engine("dsjax")).winner
     assert copies.decode.dry_runs == (runs["dp8-decode"],)
     assert copies.tpot.kinds & Kind.COMPILED
 
@@ -181,25 +168,17 @@ def test_a_file_that_is_no_dry_run_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("at", "value", "reason"),
+    ("change", "reason"),
     [
-        (("batch",), "96", "Expected `int`, got `str` - at `$.batch`"),
-        (("step",), "verify", "Invalid enum value 'verify' - at `$.step`"),
-        (("device_bytes", "temporaries"), 1.5, "Expected `int`, got `float` - at `$.device_bytes.temporaries`"),
-        (("timeline", "step", "low"), 9.0, "is not within its range, 9 to"),
+        ({"batch": "96"}, "Expected `int`, got `str` - at `$.batch`"),
+        ({"step": "verify"}, "Invalid enum value 'verify' - at `$.step`"),
+        ({"device_bytes": {"temporaries": 1.5}}, "Expected `int`, got `float` - at `$.device_bytes.temporaries`"),
+        ({"timeline": {"step": {"value": 8.0, "low": 9.0, "high": 10.0}}}, "is not within its range, 9 to"),
     ],
 )
-def test_a_dry_run_that_was_edited_by_hand_is_refused_with_the_field(tmp_path, at, value, reason):
-    found = json.loads((FILES / "dp8-decode.json").read_text())
-    *way, last = at
-    place = found
-    for name in way:
-        place = place[name]
-    place[last] = value
-    path = tmp_path / "edited.json"
-    path.write_text(json.dumps(found))
+def test_a_dry_run_that_was_edited_by_hand_is_refused_with_the_field(edited, change, reason):
     with pytest.raises(UserError, match=re.escape(reason)):
-        read_dry_run(path)
+        read_dry_run(edited(**change))
 
 
 @pytest.mark.slow

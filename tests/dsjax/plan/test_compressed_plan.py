@@ -1,10 +1,9 @@
 """Plans of DeepSeek-V4: times by kind of layer, window pages in the cache, and what dsjax lacks is not credited."""
 
 import pytest
+from plan_words import plan
 from step_models import step_model
-from typer.testing import CliRunner
 
-from dsjax.cli import app
 from dsjax.config import load_config
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
@@ -25,9 +24,12 @@ def step(config, mesh="dp=8", precision=MXFP4):
     return step_model(config, load_cluster("h200-8"), parse_layout(mesh, 0, config), precision, shared={})
 
 
-def test_a_model_whose_experts_are_packed_is_planned_as_it_is():
+def test_a_model_whose_experts_are_packed_is_planned_as_it_is_and_ends_with_a_command_that_serves():
     assert (MXFP4.name, MXFP4.cache, MXFP4.expert_bits) == ("mxfp4", 2.0, 16)
     assert choose_precision("auto", "auto", V32, None) == PRECISIONS["fp8"]
+    found = plan("--model", "deepseek-v4-flash", "--cluster", "h200-8", "--max-concurrency", "64", "--mesh", "dp=8")
+    assert "--weights mxfp4" in found
+    assert "--kv-cache-dtype" not in found
 
 
 @pytest.mark.parametrize("config", [FLASH, PRO], ids=["flash", "pro"])
@@ -76,10 +78,8 @@ def test_layouts_divide_the_groups_of_the_output_projection():
     ],
 )
 def test_what_a_plan_does_not_credit_is_what_an_engine_refuses(capability, options):
-    args, spec = (
-        EngineArgs(model="deepseek-v4-flash", page_size=128, **{"mesh": "dp=2"} | options),
-        MeshSpec.parse("dp=2"),
-    )
+    args = EngineArgs(model="deepseek-v4-flash", page_size=128, **{"mesh": "dp=2"} | options)
+    spec = MeshSpec.parse("dp=2")
     try:
         refused = make_step(args, FLASH, spec, spec.build(), mtp=args.speculation is not None).attention is None
     except UserError:
@@ -92,10 +92,3 @@ def test_other_engines_are_credited_with_what_they_publish():
     assert find_engine("published").serving(FLASH) == find_engine("published")
     assert find_engine("dsjax").serving(FLASH).of_models == " of a deepseek_v4 model", "for the note on its kernels"
     assert find_engine("dsjax").serving(V32) == find_engine("dsjax")
-
-
-def test_a_plan_ends_with_a_command_that_serves():
-    asked = ["plan", "--model", "deepseek-v4-flash", "--cluster", "h200-8", "--max-concurrency", "64", "--mesh", "dp=8"]
-    found = CliRunner().invoke(app, asked).output
-    assert "--weights mxfp4" in found
-    assert "--kv-cache-dtype" not in found

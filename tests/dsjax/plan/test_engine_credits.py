@@ -6,20 +6,19 @@ compiled step of ours overlaps is held in tests/dsjax/dryrun/test_timeline.py. d
 
 import csv
 import dataclasses
-import json
 import re
 import sys
-from importlib import resources
 from pathlib import Path
 
 import pytest
+from step_models import options_for
+from test_engine_options import accepted
 
 from dsjax.engine.contract.speculative import MOST_DRAFTS
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.plan.arguments import FitArgs, PlanArgs, SimulateArgs, StepArgs
 from dsjax.plan.engine import CAPABILITIES, CREDITS, find_engine
 from dsjax.plan.launch import LAUNCHED
-from dsjax.plan.layout import parse_layout
 from dsjax.plan.recipe import serve_options
 from dsjax.plan.workload import PlanOptions
 
@@ -29,8 +28,7 @@ PLANNER = {field.name for kind in (PlanArgs, FitArgs, SimulateArgs, StepArgs) fo
 
 @pytest.mark.parametrize("engine", LAUNCHED)
 def test_each_credit_of_another_engine_names_an_option_that_it_has_today_or_a_file(engine):
-    path = resources.files("configs") / "engines" / "options" / f"{engine}.json"
-    known = json.loads(path.read_text(encoding="utf-8"))
+    known = accepted(engine)
     names = {*known["options"], *known["environment"], *known["objects"]}
     names |= {f"{above}.{key}" if above else key for above, keys in known["objects"].items() for key in keys}
     able = find_engine(engine)
@@ -55,30 +53,28 @@ def test_each_credit_of_ours_is_an_option_of_dsjax_serve():
         assert choice in choices[option.replace("-", "_")]
 
 
-def test_ours_is_planned_in_halves_where_it_is_asked_to_and_gains(ask):
-    def instance_of(overlap, dispatch="padded"):
-        options = PlanOptions(engine=find_engine("dsjax"), dispatch=dispatch, overlap=overlap, modes=("aggregated",))
-        question = ask("h200-16", hosts=4, options=options)
-        return question.instance(parse_layout("dp=32", 0, question.config), {})
+def test_ours_is_planned_in_halves_where_it_is_asked_to_and_gains(instance):
+    def planned(overlap, dispatch="padded"):
+        options = options_for("dsjax", dispatch=dispatch, overlap=overlap, modes=("aggregated",))
+        return instance("dp=32", "h200-16", hosts=4, options=options)
 
-    instance = instance_of("on")
-    least = instance.halved_from(128)
-    assert instance.overlapped(least)
-    assert not instance.overlapped(max(one for one in instance.batches() if one < least))
-    chosen = serve_options("deepseek-v3", instance, 128, 4096)
+    halved = planned("on")
+    least = halved.halved_from(128)
+    assert halved.overlapped(least)
+    assert not halved.overlapped(max(one for one in halved.batches() if one < least))
+    chosen = serve_options("deepseek-v3", halved, 128, 4096)
     assert chosen["--enable-dbo"] == ""
     assert chosen["--dbo-decode-token-threshold"] == str(least)
-    assert "--enable-dbo" not in serve_options("deepseek-v3", instance_of("auto"), 128, 4096)
+    assert "--enable-dbo" not in serve_options("deepseek-v3", planned("auto"), 128, 4096)
     # Rows that go in two stages between hosts leave halves less to hide: they gain from a larger batch on.
-    assert least < instance_of("on", "auto").halved_from(128)
+    assert least < planned("on", "auto").halved_from(128)
 
 
-def test_no_more_is_credited_than_the_engine_can(ask):
+def test_no_more_is_credited_than_the_engine_can(instance):
     able = find_engine("published")
     for engine, can in ((able, True), (dataclasses.replace(able, balances=False, overlaps=False), False)):
-        question = ask("h200-16", options=PlanOptions(engine=engine))
-        instance = question.instance(parse_layout("dp=16", 32, question.config), {})
-        assert (instance.overlapped(512), instance.step_models()[0].balancing) == (can, can)
+        made = instance("dp=16", "h200-16", 32, options=PlanOptions(engine=engine))
+        assert (made.overlapped(512), made.step_models()[0].balancing) == (can, can)
 
 
 def credit_rows() -> list[list[str]]:
@@ -103,27 +99,18 @@ RUNNING = """
 """Options of `dsjax serve` that say what is served, between whom, and what is recorded: no plan's figure depends on them."""
 
 
-def sides():
-    """Rows of the table of options: part, who has it, options of the planner, options of the engine."""
-    with (ROOT / "docs" / "plan" / "options.csv").open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            planner, engine = (
-                {name.removeprefix("--").replace("-", "_") for name in row[side].split("; ") if name}
-                for side in ("planner", "engine")
-            )
-            yield row["part"], row["who"], planner, engine
-
-
 def test_the_table_of_options_says_who_has_each_option_of_the_planner_and_of_the_engine():
     """A new option says in docs/plan/options.csv whether the other side has it: priced by a plan, or done by the engine."""
-    rows, commands = list(sides()), {"plan fit", "plan recipe"}
+    with (ROOT / "docs" / "plan" / "options.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
     words = {(True, True): "both", (True, False): "planner only", (False, True): "engine only"}
-    for part, who, planner, engine in rows:
-        assert who == words[bool(planner), bool(engine)], part
-    assert {who for _, who, _, _ in rows} == set(words.values())
-    engine = {field.name for field in dataclasses.fields(EngineArgs)}
-    for fields, at, apart in ((PLANNER, 2, QUESTION), (engine, 3, RUNNING)):
-        named, apart = {name for row in rows for name in row[at]} - commands, set(apart.split())
+    assert {row["who"] for row in rows} == set(words.values())
+    for row in rows:
+        assert row["who"] == words[bool(row["planner"]), bool(row["engine"])], row["part"]
+    engine, commands = {field.name for field in dataclasses.fields(EngineArgs)}, {"plan fit", "plan recipe"}
+    for fields, side, apart in ((PLANNER, "planner", QUESTION), (engine, "engine", RUNNING)):
+        named = {name for row in rows for name in row[side].split("; ") if name} - commands
+        named, apart = {name.removeprefix("--").replace("-", "_") for name in named}, set(apart.split())
         assert named | apart == fields, "options that the table does not name, or names that are no options"
         assert not named & apart
 

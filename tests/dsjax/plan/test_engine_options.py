@@ -12,17 +12,14 @@ from importlib import resources
 import pytest
 
 from dsjax.plan.engine import find_engine
-from dsjax.plan.launch import LAUNCHED, launch
-from dsjax.plan.layout import parse_layout
+from dsjax.plan.launch import LAUNCHED, launch, script
 from dsjax.plan.operations import FLASHINFER_FP8_RATE
-from dsjax.plan.precision import precision
+from dsjax.plan.precision import named_precision
 from dsjax.plan.rules import documented
 from dsjax.plan.workload import PlanOptions
 
-STILL_WRITTEN = {
-    "speculative_config.num_nextn_predict_layers": "1.2.1, the last release, knows MTP's drafts by no other name"
-}
-"""Deprecated names that are written all the same, and why."""
+# Deprecated, and written all the same: 1.2.1, the last release, knows MTP's drafts by no other name.
+STILL_WRITTEN = {"speculative_config.num_nextn_predict_layers"}
 
 
 @cache
@@ -31,19 +28,12 @@ def accepted(engine):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def without_deepgemm():
-    return dataclasses.replace(find_engine("sglang"), fp8_rate=FLASHINFER_FP8_RATE)
-
-
-def every_launch(ask, engine):
+def every_launch(instance, engine):
     """Commands of layouts, roles and options that differ in every flag."""
-    options = (
-        {},
-        {"drafts": 1},
-        {"precision": precision("nvfp4", "fp8")},
-        {"precision": precision("fp8", "fp8"), "overlap": "on"},
-        *({"engine": without_deepgemm()} for _ in range(engine == "sglang")),
-    )
+    options = [{}, {"drafts": 1}, {"precision": named_precision("nvfp4", "fp8")}]
+    options.append({"precision": named_precision("fp8", "fp8"), "overlap": "on"})
+    if engine == "sglang":  # without DeepGEMM
+        options.append({"engine": dataclasses.replace(find_engine(engine), fp8_rate=FLASHINFER_FP8_RATE)})
     layouts = (
         ("h200-16", "dp=16", 32),
         ("h200-8", "tp=8,ep=1", 0),
@@ -54,10 +44,9 @@ def every_launch(ask, engine):
     for (cluster, mesh, redundant), given in itertools.product(layouts, options):
         if (engine == "tensorrt-llm" and "overlap" in given) or ("nvfp4" in str(given) and cluster.startswith("h")):
             continue
-        question = ask(cluster, options=PlanOptions(**{"engine": find_engine(engine)} | given))
-        instance = question.instance(parse_layout(mesh, redundant, question.config), {})
+        made = instance(mesh, cluster, redundant, options=PlanOptions(**{"engine": find_engine(engine)} | given))
         for role in ("prefill and decode", "prefill", "decode"):
-            yield launch(engine, "deepseek-ai/DeepSeek-R1", instance, 64, 512, role, 1)
+            yield launch(engine, "deepseek-ai/DeepSeek-R1", made, 64, 512, role, 1)
 
 
 def leaves(config, above=""):
@@ -66,10 +55,13 @@ def leaves(config, above=""):
 
 
 @pytest.mark.parametrize("engine", LAUNCHED)
-def test_today_s_engine_accepts_every_option_and_value_that_is_written(ask, engine):
+def test_today_s_engine_accepts_what_is_written_and_listens_to_nobody_and_has_its_key_from_outside(instance, engine):
     known, used = accepted(engine), set()
-    for one in every_launch(ask, engine):
+    for one in every_launch(instance, engine):
+        assert "0.0.0.0" not in " ".join(one.commands())
         for flags in one.flags:
+            assert flags["--host"] == "$ADDRESS"
+            assert {value for flag, value in flags.items() if "key" in flag} <= {"$API_KEY"}, "a key stands in no file"
             for flag, value in flags.items():
                 used.add(flag)
                 assert flag in known["options"], f"{engine} {known['version']} has no {flag}"
@@ -90,23 +82,10 @@ def test_today_s_engine_accepts_every_option_and_value_that_is_written(ask, engi
     assert {one["source"] for one in written} <= about["sources"].keys(), "each has a source"
 
 
-@pytest.mark.parametrize("engine", LAUNCHED)
-def test_no_engine_listens_to_everybody_and_a_key_comes_from_the_environment(ask, engine):
-    for one in every_launch(ask, engine):
-        assert all(flags["--host"] == "$ADDRESS" for flags in one.flags)
-        assert "0.0.0.0" not in " ".join(one.commands())
-        keys = [value for flags in one.flags for flag, value in flags.items() if "key" in flag]
-        assert all(value == "$API_KEY" for value in keys), "a key stands in no file"
-
-
 @pytest.mark.parametrize(("engine", "asks"), [("vllm", True), ("sglang", True), ("tensorrt-llm", False)])
-def test_a_script_wants_a_key_where_the_engine_can_ask_for_one(ask, engine, asks, tmp_path):
-    from dsjax.plan.launch import script
-
-    question = ask("h200-8", options=PlanOptions(engine=find_engine(engine)))
-    instance = question.instance(parse_layout("dp=8", 0, question.config), {})
-    made = launch(engine, "m", instance, 4, 512, "prefill and decode", 1)
-    path = tmp_path / "run.sh"
+def test_a_script_wants_a_key_where_the_engine_can_ask_for_one(instance, engine, asks, tmp_path):
+    made, path = instance("dp=8", options=PlanOptions(engine=find_engine(engine))), tmp_path / "run.sh"
+    made = launch(engine, "m", made, 4, 512, "prefill and decode", 1)
     path.write_text(script({"notes": []}, engine, [made], "dsjax plan --model 'two\nexit 7'"))
     # What the script would start is a program of the test's own, which prints what it was given.
     program = tmp_path / shlex.split(documented(engine)["program"])[0]

@@ -1,36 +1,25 @@
-"""Figures carry their interval and kinds; a draw moves each assumption everywhere at once."""
+"""Figures carry their interval and kinds; a draw moves each assumption of the table, which says why, everywhere at once."""
 
 import copy
+import functools
+import operator
 import pickle
+import tomllib
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsjax.plan.figure import (
-    DRAWS,
-    Draw,
-    Figure,
-    Kind,
-    as_json,
-    assumed,
-    drawing,
-    is_drawing,
-    measured,
-    samples,
-    spread,
-    through,
-)
+from dsjax.plan import figure
+from dsjax.plan.figure import DRAWS, Draw, Figure, Kind, assumed, assumption, drawing, ends, measured, spread
 
+ROOT = Path(__file__).parents[3]
+ROWS = tomllib.loads((ROOT / "configs" / "assumptions.toml").read_text(encoding="utf-8"))
+SOURCE = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "dsjax" / "plan").rglob("*.py"))
 positive = st.floats(0.01, 1e6)
-
-
-def a():
-    return assumed(1.0, 0.5, 2.0, "a", "for the test")
-
-
-def b():
-    return measured(3.0, 2.5, 3.5, "b", "a table")
+a = functools.partial(assumed, 1.0, 0.5, 2.0, "a", "for the test")
+b = functools.partial(measured, 3.0, 2.5, 3.5, "b", "a table")
 
 
 def test_an_assumption_that_is_used_twice_is_one_assumption():
@@ -48,18 +37,15 @@ def test_what_two_results_share_cancels_in_their_difference():
 
 @given(positive, positive, positive, positive)
 def test_the_ends_contain_the_value_and_lie_within_the_bounds(low, below, above, scale):
-    def x():
-        return assumed(low + below, low, low + below + above, "x", "test")
+    def applied():
+        x = assumed(low + below, low, low + below + above, "x", "test")
+        return operation(x, assumed(2 * scale, scale, 4 * scale, "y", "test"))
 
-    def y():
-        return assumed(2 * scale, scale, 4 * scale, "y", "test")
-
-    ends = ((low, low + below + above), (scale, 4 * scale))
     slack = 1 + 1e-9
-    for operation in (lambda p, q: p + q, lambda p, q: p * q, lambda p, q: p / q, max, min):
-        [found] = spread(lambda operation=operation: [operation(x(), y())])
-        bounds = [operation(p, q) for p in ends[0] for q in ends[1]]
-        assert found == operation(x(), y())
+    for operation in (operator.add, operator.mul, operator.truediv, max, min):
+        [found] = spread(lambda: [applied()])
+        bounds = [operation(p, q) for p in (low, low + below + above) for q in (scale, 4 * scale)]
+        assert found == applied()
         assert min(bounds) / slack <= found.low <= found <= found.high <= max(bounds) * slack
 
 
@@ -75,25 +61,20 @@ def test_a_draw_gives_one_name_the_same_value_in_every_computation(name, number)
 
 
 def test_draws_of_two_names_are_spread_over_their_ranges_and_not_alike():
-    found = samples(lambda: [a(), assumed(1.0, 0.5, 2.0, "other", "test")], DRAWS)
+    found = figure.samples(lambda: [a(), assumed(1.0, 0.5, 2.0, "other", "test")], DRAWS)
     assert found.min(axis=0) == pytest.approx([0.5, 0.5])
     assert found.max(axis=0) == pytest.approx([2.0, 2.0])
     assert len({tuple(row) for row in found.argsort(axis=0).T}) == 2
 
 
-def test_an_assumption_can_be_put_at_either_end_alone():
-    with drawing(Draw({"a": -1.0})):
-        assert (a(), b()) == (0.5, 3.0)
+def test_an_assumption_can_be_put_at_either_end_alone_and_the_draw_before_is_at_hand_again_after_an_error():
     with drawing(Draw({"a": 1.0})):
-        assert (a(), b()) == (2.0, 3.0)
-
-
-def test_the_draw_before_is_at_hand_again_after_an_error():
-    with drawing(Draw({"a": 1.0})):
+        with drawing(Draw({"a": -1.0})):
+            assert (a(), b()) == (0.5, 3.0)
         with pytest.raises(ZeroDivisionError), drawing(Draw({"a": -1.0})):
             assert a() / 0
-        assert a() == 2.0
-    assert not is_drawing()
+        assert (a(), b()) == (2.0, 3.0)
+    assert not figure.is_drawing()
     assert a() == 1.0
 
 
@@ -109,11 +90,29 @@ def test_a_result_has_the_kinds_of_everything_that_was_asked_for():
 
 
 def test_arithmetic_gives_plain_numbers_and_a_figure_is_copied_whole():
-    figure = Figure(2.0, 1.0, 4.0, Kind.MEASURED | Kind.ASSUMPTION, name="x", unit="s", source="a table")
-    assert type(figure + 1) is float
-    inverse = through(figure, lambda x: 1 / x)
+    one = Figure(2.0, 1.0, 4.0, Kind.MEASURED | Kind.ASSUMPTION, name="x", unit="s", source="a table")
+    assert type(one + 1) is float
+    inverse = figure.through(one, lambda x: 1 / x)
     assert (inverse, inverse.low, inverse.high) == (0.5, 0.25, 1)
-    for other in (copy.copy(figure), pickle.loads(pickle.dumps(figure))):
-        assert (other.to_json(), other.name, other.source) == (figure.to_json(), "x", "a table")
-    assert figure.to_json() == {"value": 2, "low": 1, "high": 4, "kind": "measured + assumption", "unit": "s"}
-    assert as_json(2.0) == {"value": 2, "low": 2, "high": 2, "kind": "exact"}
+    for other in (copy.copy(one), pickle.loads(pickle.dumps(one))):
+        assert (other.to_json(), other.name, other.source) == (one.to_json(), "x", "a table")
+    assert one.to_json() == {"value": 2, "low": 1, "high": 4, "kind": "measured + assumption", "unit": "s"}
+    assert figure.as_json(2.0) == {"value": 2, "low": 2, "high": 2, "kind": "exact"}
+
+
+@pytest.mark.parametrize("key", ROWS)
+def test_a_figure_lies_in_its_range_says_why_and_is_asked_for(key):
+    value, low, high = ends(key)
+    assert low <= value <= high
+    assert ROWS[key]["why"]
+    # Some keys are put together of their words.
+    assert f'"{key}"' in SOURCE or all(word.removeprefix("launches of ") in SOURCE for word in key.split(", "))
+    assert assumption(key) == value
+    assert assumption(key).kinds == (Kind.MEASURED if ROWS[key].get("measured") else Kind.ASSUMPTION)
+
+
+def test_figures_of_one_name_move_together():
+    with drawing(Draw({"host": 1.0})) as draw:
+        moved = [assumption(f"host, {step}") for step in ("decode", "prefill")]
+    assert moved == [0.004, 0.015]
+    assert list(draw.seen) == ["host"]

@@ -3,6 +3,7 @@
 import pytest
 
 from dsjax.config import load_config
+from dsjax.engine.setup.fitting import check_layout
 from dsjax.errors import UserError
 from dsjax.plan.engine import PUBLISHED, find_engine
 from dsjax.plan.layout import InstanceLayout, fits, instance_sizes, layouts, parse_layout
@@ -25,15 +26,14 @@ def test_every_layout_passes_meshspec_and_no_two_are_the_same(v3):
 
 
 def test_widths_that_dp_ranks_share_are_planned_where_a_mesh_names_them(ask):
-    mesh = MeshSpec.parse("dp=8,ep=2,etp=4")
-    found = search(ask("h200-8", options=PlanOptions(mesh=mesh, redundant=0)))
-    assert {str(layout) for layout in found.considered} == {"dp=8,ep=2,etp=4"}
-    (layout,) = found.considered
-    assert layout.kind == "DP8, ETP4, EP2"
-    (instance,) = found.fitting
-    apart = search(ask("h200-8", options=PlanOptions(mesh=MeshSpec.parse("dp=8"), redundant=0))).fitting[0]
+    shared, apart = (
+        search(ask(options=PlanOptions(mesh=MeshSpec.parse(mesh), redundant=0))) for mesh in ("dp=8,ep=2,etp=4", "dp=8")
+    )
+    (layout,) = shared.considered
+    assert (str(layout), layout.kind) == ("dp=8,ep=2,etp=4", "DP8, ETP4, EP2")
+    (instance,) = shared.fitting
     # Each rank sees the tokens of the four that share an expert's width.
-    assert instance.decode_step(64) > apart.decode_step(64)
+    assert instance.decode_step(64) > apart.fitting[0].decode_step(64)
 
 
 @pytest.mark.parametrize("ep", [72, 144, 320])
@@ -67,8 +67,6 @@ def test_fp8_blocks_are_not_cut(v3):
     ],
 )
 def test_no_layout_is_planned_that_the_engine_refuses_at_its_start(model, weights, most):
-    from dsjax.engine.setup.fitting import check_layout
-
     config = load_config(model)
     found = every(config, 32, **PRECISIONS[weights].blocks)
     for layout in found:
@@ -89,14 +87,14 @@ def test_each_ratio_of_prefill_to_decode_instances_is_a_row(ask):
     assert [(one.prefill_count, one.count) for one in found] == [(2, 2), (1, 3), (3, 1)]
 
 
-def test_a_recipe_gives_the_engine_the_memory_that_its_batch_was_priced_with(ask):
-    instance = ask("h200-8", prompt=2000, output=500).instance(parse_layout("dp=8", 0, ask().config), {})
-    few, all_of_them = (serve_options("demo", instance, batch, 2000) for batch in (1, instance.max_batch))
+def test_a_recipe_gives_the_engine_the_memory_that_its_batch_was_priced_with(instance):
+    made = instance("dp=8", prompt=2000)
+    few, all_of_them = (serve_options("demo", made, batch, 2000) for batch in (1, made.max_batch))
     assert "--gpu-memory-utilization" not in few, "the engine's own 0.9 is enough"
     share = float(all_of_them["--gpu-memory-utilization"])
     assert 0.9 < share <= 0.98
-    assert share * instance.memory.device >= instance.memory.weights_total + instance.max_batch * 2500 * 70_272
-    assert memory_share(instance, 0, 1000) < memory_share(instance, 100, 1000)
+    assert share * made.memory.device >= made.memory.weights_total + made.max_batch * 2500 * 70_272
+    assert memory_share(made, 0, 1000) < memory_share(made, 100, 1000)
 
 
 def test_a_shared_expert_is_none_of_dsjax_s_fp4_experts_as_the_engine_says_at_its_start(ask):

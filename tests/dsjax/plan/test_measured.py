@@ -5,10 +5,9 @@ import json
 
 import msgspec
 import pytest
+from plan_words import plan
 from step_models import step_model
-from typer.testing import CliRunner
 
-from dsjax.cli import app
 from dsjax.config import load_config
 from dsjax.errors import UserError
 from dsjax.hardware.this_machine import cpu_name
@@ -65,30 +64,24 @@ def body(demo):
     }
 
 
-@pytest.fixture
-def path(body, tmp_path):
-    found = tmp_path / "m.json"
-    found.write_text(json.dumps(body))
-    return found
-
-
 def read(body):
     return msgspec.convert({"path": "m.json", **body}, Measured)
 
 
-def model(demo, body, **changes):
-    measured = read(body)
-    options = {"skew": UNIFORM, "measured": measured, **changes}
-    cluster = find_cluster(None, measured)
-    layout = parse_layout("dp=1", 0, demo)
-    return step_model(
-        demo, cluster, layout, choose_precision("auto", "auto", demo, measured), kind=MeasuredStep, **options
-    )
+@pytest.fixture(scope="module")
+def model(demo, body):
+    def make(body=body):
+        measured = read(body)
+        precision = choose_precision("auto", "auto", demo, measured)
+        given = find_cluster(None, measured), parse_layout("dp=1", 0, demo), precision
+        return step_model(demo, *given, UNIFORM, MeasuredStep, measured=measured)
+
+    return make
 
 
-def test_a_step_is_the_sum_of_its_modules(demo, body):
+def test_a_step_is_the_sum_of_its_modules(demo, model):
     """At a timed size nothing is interpolated: layers × each, once for each place in the program, and the launch."""
-    [step] = spread(lambda: [model(demo, body).decode(8, 127)])
+    [step] = spread(lambda: [model().decode(8, 127)])
     layers, moe = demo.num_hidden_layers, demo.num_moe_layers
     expected = layers * EACH["norms"] * 9 + 2 * 7e-6  # stands in both stacks of layers
     expected += EACH["dense MLP"] * 9 + EACH["head"] * 9 + 2 * 7e-6
@@ -97,18 +90,18 @@ def test_a_step_is_the_sum_of_its_modules(demo, body):
     assert step == pytest.approx(expected, rel=1e-9)
     assert step.low < step < step.high
     with drawing(Draw(lambda name: 0.0 if "measured" in name else 1.0)):
-        assert model(demo, body).decode(8, 127) == step, "only what was measured moves it"
+        assert model().decode(8, 127) == step, "only what was measured moves it"
 
 
-def test_without_a_module_s_rows_the_published_table_stays(demo, body):
-    fewer = body | {"rows": [one for one in body["rows"] if one["module"] != "head"]}
-    [step] = spread(lambda: [model(demo, fewer).decode(8, 127)])
+def test_without_a_module_s_rows_the_published_table_stays(body, model):
+    fewer = model(body | {"rows": [one for one in body["rows"] if one["module"] != "head"]})
+    [step] = spread(lambda: [fewer.decode(8, 127)])
     assert step.kinds & Kind.ASSUMPTION
-    parts, whole = (model(demo, rows).decode_parts(8, 127) for rows in (fewer, body))
+    parts, whole = (one.decode_parts(8, 127) for one in (fewer, model()))
     assert {name for name in whole if parts[name] != whole[name]} == {"head"}
 
 
-def test_attention_is_interpolated_in_rows_and_whole_blocks(demo, body):
+def test_attention_is_interpolated_in_rows_and_whole_blocks(body):
     """The file's times are proportional to rows × positions, so that straight lines are exact; 200 positions are 2 blocks of 128."""
     find = read(body).attention
     for rows, context, blocks in ((8, 127, 1), (8, 200, 2), (64, 895, 7), (1, 511, 4)):
@@ -119,23 +112,23 @@ def test_attention_is_interpolated_in_rows_and_whole_blocks(demo, body):
     assert between.low < 1e-8 * 30 * 512 < between.high
 
 
-def test_a_prompt_is_taken_in_the_longest_timed_chunks(demo, body):
+def test_a_prompt_is_taken_in_the_longest_timed_chunks(demo, model):
     """512 tokens are two chunks of 256 that begin, on average, behind 128 positions."""
-    found = model(demo, body).prefill_parts(512, prompt=512)["attention"]
+    found = model().prefill_parts(512, prompt=512)["attention"]
     one = 1e-7 * 256 * (128 + 256)
     assert found == pytest.approx(2 * demo.num_hidden_layers * one * 1.03, rel=0.1)  # 1.03: uneven prompts
 
 
-def test_a_rank_without_work_waits_for_what_was_timed_of_the_others(demo, body):
-    step, work = model(demo, body), RankWork(8, 8 * 127)
+def test_a_rank_without_work_waits_for_what_was_timed_of_the_others(model):
+    step, work = model(), RankWork(8, 8 * 127)
     alone, beside = step.step([work]), step.step([work, RankWork()])
     assert (beside["attention"], beside["norms"]) == (alone["attention"], alone["norms"])
 
 
-def test_a_figure_beyond_the_file_is_an_assumption(demo, body):
+def test_a_figure_beyond_the_file_is_an_assumption(model):
     def seen(batch, context):
         with drawing(Draw()) as draw:
-            model(demo, body).decode(batch, context)
+            model().decode(batch, context)
         return {name: figure.kinds for name, figure in draw.seen.items() if "measured" in name}
 
     assert set(seen(256, 127).values()) == {Kind.MEASURED}
@@ -143,24 +136,17 @@ def test_a_figure_beyond_the_file_is_an_assumption(demo, body):
     assert seen(8, 1900)["attention, measured, and beyond what was timed"] == Kind.MEASURED | Kind.ASSUMPTION
 
 
-def test_the_longest_context_of_a_batch_is_what_the_loop_runs_to(demo, body):
-    even, uneven = (model(demo, body).decode_parts(64, 500, uneven=cv) for cv in (0.0, 0.3))
+def test_the_longest_context_of_a_batch_is_what_the_loop_runs_to(model):
+    even, uneven = (model().decode_parts(64, 500, uneven=cv) for cv in (0.0, 0.3))
     assert uneven["attention"] > 1.3 * even["attention"]
     assert uneven["head"] == even["head"]
 
 
 def test_heads_over_tp_keep_the_published_times(demo, body):
     """What was timed has all heads; only what is whole on every device is taken."""
-    measured = read(body)
-    cluster = dataclasses.replace(load_cluster("h100-32"), hosts=1)
-    arguments = (
-        demo,
-        cluster,
-        parse_layout("tp=2", 0, demo),
-        choose_precision("auto", "auto", demo, measured),
-        UNIFORM,
-    )
-    steps = step_model(*arguments, kind=MeasuredStep, measured=measured), step_model(*arguments)
+    measured, cluster = read(body), dataclasses.replace(load_cluster("h100-32"), hosts=1)
+    given = demo, cluster, parse_layout("tp=2", 0, demo), choose_precision("auto", "auto", demo, measured), UNIFORM
+    steps = step_model(*given, kind=MeasuredStep, measured=measured), step_model(*given)
     timed, plain = (step.decode_parts(8, 127) for step in steps)
     assert timed["attention"] == plain["attention"]
     assert timed["router"].kinds == Kind.MEASURED
@@ -168,10 +154,8 @@ def test_heads_over_tp_keep_the_published_times(demo, body):
 
 def test_a_file_of_another_device_is_refused_and_this_machine_is_the_one_that_was_timed(body):
     mine = read(body)
-    h200, other = (
-        read(body | {"device": body["device"] | device})
-        for device in ({"name": "NVIDIA H200", "platform": "gpu", "hardware": "h200"}, {"name": "Another CPU, 4 cores"})
-    )
+    devices = {"name": "NVIDIA H200", "platform": "gpu", "hardware": "h200"}, {"name": "Another CPU, 4 cores"}
+    h200, other = (read(body | {"device": body["device"] | device}) for device in devices)
     assert find_cluster("h200-8", h200).name == "h200-8"
     assert find_cluster(None, h200).hardware.key == "h200"
     assert find_cluster("this-machine", mine).num_devices == 1
@@ -189,32 +173,25 @@ def test_a_file_of_another_device_is_refused_and_this_machine_is_the_one_that_wa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda body: "[]", "Expected `object`, got `array`"),
-        (lambda body: json.dumps(body | {"format": "another"}), "Invalid enum value 'another' - at `\\$.format`"),
-        (
-            lambda body: json.dumps(body | {"rows": [body["rows"][0] | {"median_s": "1"}]}),
-            r"got `str` - at `\$.rows\[0\].median_s`",
-        ),
-        (lambda body: json.dumps(body | {"rows": 5}), "Expected `array`, got `int`"),
-        (lambda body: json.dumps({k: v for k, v in body.items() if k != "device"}), "missing required field `device`"),
-        (
-            lambda body: json.dumps(body | {"widths": body["widths"] | {"hidden_size": 7168}}),
-            r"hidden_size 7168 \(here 256\)",
-        ),
+        (lambda body: [], "Expected `object`, got `array`"),
+        (lambda body: body | {"format": "another"}, "Invalid enum value 'another' - at `\\$.format`"),
+        (lambda body: body | {"rows": [body["rows"][0] | {"median_s": "1"}]}, r"`str` - at `\$.rows\[0\].median_s`"),
+        (lambda body: body | {"rows": 5}, "Expected `array`, got `int`"),
+        (lambda body: {k: v for k, v in body.items() if k != "device"}, "missing required field `device`"),
+        (lambda body: body | {"widths": body["widths"] | {"hidden_size": 7168}}, r"hidden_size 7168 \(here 256\)"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_in_words(demo, body, tmp_path, change, message):
     path = tmp_path / "m.json"
-    path.write_text(change(body))
+    path.write_text(json.dumps(change(body)))
     with pytest.raises(UserError, match=message):
         read_measured(path, demo)
 
 
-def test_the_command_plans_for_the_machine_that_was_timed(path):
-    options = ["plan", "--model", "demo", "--measured", str(path)]
-    options += ["--input", "300", "--output", "100", "--explain", "tpot"]
-    done = CliRunner().invoke(app, options, catch_exceptions=False)
-    assert done.exit_code == 0
-    assert "on measured device" in done.output
-    assert f"{path}: 2026-01-01" in done.output.replace("\n", "")
-    assert "dsjax serve --model demo --mesh dp=1" in done.output
+def test_the_command_plans_for_the_machine_that_was_timed(body, tmp_path):
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps(body))
+    found = plan("--model", "demo", "--measured", path, "--input", "300", "--output", "100", "--explain", "tpot")
+    assert "on measured device" in found
+    assert f"{path}: 2026-01-01" in found.replace("\n", "")
+    assert "dsjax serve --model demo --mesh dp=1" in found

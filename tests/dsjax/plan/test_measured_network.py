@@ -4,9 +4,8 @@ import dataclasses
 import json
 
 import pytest
-from typer.testing import CliRunner
+from plan_words import plan_json, refusal_of
 
-from dsjax.cli import app
 from dsjax.errors import UserError
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.figure import Kind, spread
@@ -16,7 +15,7 @@ from dsjax.plan.network import all_reduce, own_exchange, xla_collective
 
 def row(collective, between, ranks, sent, seconds, **more):
     times = {"median_s": seconds, "low_s": seconds / 2, "high_s": seconds * 2}
-    return {"collective": collective, "between_hosts": between, "ranks": ranks, "sent_bytes": sent, **times, **more}
+    return {"collective": collective, "between_hosts": between, "ranks": ranks, "sent_bytes": sent} | times | more
 
 
 ROWS = [
@@ -42,8 +41,13 @@ def written(tmp_path):
 
 
 @pytest.fixture
-def cluster(written):
-    return dataclasses.replace(load_cluster("h100-32"), measured=read_network(written()))
+def timed(written):
+    return lambda rows=ROWS: dataclasses.replace(load_cluster("h100-32"), measured=read_network(written(rows)))
+
+
+@pytest.fixture
+def cluster(timed):
+    return timed()
 
 
 def test_times_of_the_same_ranks_are_taken_as_they_are_and_interpolated_in_bytes(cluster):
@@ -63,9 +67,8 @@ def test_each_dispatch_takes_its_own_collective(cluster):
     assert ragged == pytest.approx(20e-3)  # the sizes go first: two collectives of next to nothing, by all_to_all
 
 
-def test_in_two_stages_rows_take_the_time_of_one_rank_of_each_host_and_that_of_the_ranks_of_a_host(written):
-    rows = [row("all_to_all", False, 8, 1000, 1e-3), row("all_to_all", True, 4, 1000, 7e-3)]
-    cluster = dataclasses.replace(load_cluster("h100-32"), measured=read_network(written(rows)))
+def test_in_two_stages_rows_take_the_time_of_one_rank_of_each_host_and_that_of_the_ranks_of_a_host(timed):
+    cluster = timed([row("all_to_all", False, 8, 1000, 1e-3), row("all_to_all", True, 4, 1000, 7e-3)])
     # Four rows to each of three hosts; sixteen, those of a rank of each host, to each of seven neighbours.
     [found] = spread(lambda: [own_exchange(cluster, "hierarchical", 32, 4.0, 8, 1000 / 12, 1.0)])
     assert found == pytest.approx(7e-3 + 1e-3 * 16 * 7 / 12)
@@ -84,9 +87,9 @@ def test_what_was_not_timed_is_told_by_the_nearest_and_called_an_assumption(clus
     assert all_reduce(cluster, 32, 1e6) == all_reduce(plain, 32, 1e6)  # nothing of the kind in the file
 
 
-def test_a_message_takes_no_longer_than_a_larger_one_that_was_timed(written):
-    rows = [row("all_to_all", False, 8, sent, seconds) for sent, seconds in ((1000, 5e-3), (2000, 1e-3), (4000, 2e-3))]
-    cluster = dataclasses.replace(load_cluster("h100-32"), measured=read_network(written(rows)))
+def test_a_message_takes_no_longer_than_a_larger_one_that_was_timed(timed):
+    points = ((1000, 5e-3), (2000, 1e-3), (4000, 2e-3))
+    cluster = timed([row("all_to_all", False, 8, sent, seconds) for sent, seconds in points])
     assert [xla_collective(cluster, 8, sent / 7) for sent in (1000, 1500, 3000)] == pytest.approx([1e-3, 1e-3, 1.5e-3])
 
 
@@ -100,14 +103,8 @@ def test_a_sweep_scales_what_was_measured(cluster):
 def test_a_plan_with_a_slow_network_is_slower_and_says_what_it_was_made_of(written):
     slow = [row(c, b, r, s, t) for c in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce") for b, r in ((False, 8), (True, 32))
             for s, t in ((1 << 10, 5e-3), (1 << 26, 1.0))]  # fmt: skip
-    base = ["plan", "--cluster", "h100-32", "--max-concurrency", "64", "--mesh", "dp=32", "--json", "-"]
-
-    def tpot(*more):
-        result = CliRunner().invoke(app, [*base, *more])
-        assert result.exit_code == 0, result.output
-        return json.loads(result.stdout)["ranked"][0]["tpot_s"]
-
-    plain, timed = tpot(), tpot("--network", str(written(slow)))
+    words = ["--cluster", "h100-32", "--max-concurrency", "64", "--mesh", "dp=32"]
+    plain, timed = (plan_json(*words, *more)["ranked"][0]["tpot_s"] for more in ((), ("--network", written(slow))))
     assert timed["value"] > plain["value"] + 58 * 2 * 4e-3  # an exchange there and back in each of 58 layers
     assert "measured" in timed["kind"]
 
@@ -118,10 +115,7 @@ def test_a_plan_with_a_slow_network_is_slower_and_says_what_it_was_made_of(writt
         ({"format": "dsjax modules 1"}, "Invalid enum value 'dsjax modules 1' - at `\\$.format`"),
         ({"rows": []}, r"length >= 1 - at `\$.rows`"),
         ({"rows": [{"collective": "all_gather"}]}, r"missing required field `median_s` - at `\$.rows\[0\]`"),
-        (
-            {"rows": [row("all_gather", False, 8, 1, 1e-3) | {"median_s": "1"}]},
-            r"got `str` - at `\$.rows\[0\].median_s`",
-        ),
+        ({"rows": [row("all_gather", False, 8, 1, 1e-3, median_s="1")]}, r"got `str` - at `\$.rows\[0\].median_s`"),
         ({"rows": [row("all_gather", False, 8, 1, 1e-3, correct=False)]}, "data arrived wrong"),
     ],
 )
@@ -131,18 +125,15 @@ def test_a_wrong_file_says_what_is_wrong(written, change, message):
 
 
 def test_a_file_of_other_devices_is_refused(written):
-    result = CliRunner().invoke(app, ["plan", "--cluster", "h20-32", "--network", str(written())])
-    assert isinstance(result.exception, UserError)
-    assert "was taken on NVIDIA H100, and h20-32 has H20 SXM" in str(result.exception)
+    found = refusal_of("--cluster", "h20-32", "--network", written())
+    assert "was taken on NVIDIA H100, and h20-32 has H20 SXM" in found
 
 
 def test_what_all_ranks_of_a_host_get_alike_crosses_to_it_once():
     cluster = load_cluster("h100-32")
     slow = dataclasses.replace(cluster, network_gbps=0.01)
-    seconds = {
-        kind: xla_collective(slow, 32, 1e6, kind=kind)
-        for kind in ("all_to_all", "ragged_all_to_all", "all_gather", "reduce_scatter")
-    }
+    kinds = ("all_to_all", "ragged_all_to_all", "all_gather", "reduce_scatter")
+    seconds = {kind: xla_collective(slow, 32, 1e6, kind=kind) for kind in kinds}
     # 24 ranks on other hosts, or three hosts.
     assert seconds["all_to_all"] == seconds["ragged_all_to_all"] == pytest.approx(8 * seconds["all_gather"], rel=1e-3)
     assert seconds["reduce_scatter"] == seconds["all_gather"]

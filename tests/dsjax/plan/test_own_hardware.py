@@ -1,14 +1,12 @@
 """A hardware file of the user's own is priced like a bundled one, whatever is asked for and whoever asks."""
 
-import json
 import re
 from importlib import resources
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
+from plan_words import plan, plan_json
 
-from dsjax.cli import app
 from dsjax.errors import UserError
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.engine import ENGINES
@@ -20,8 +18,7 @@ from dsjax.plan.operator_tables import BUNDLED
 from dsjax.plan.own_cluster import find_cluster, with_tables
 from dsjax.plan.workload import Lengths, PlanOptions, Workload
 
-ROW = 7168 * 1.03125
-"""Bytes of a token on the wire."""
+ROW = 7168 * 1.03125  # bytes of a token on the wire
 
 
 def write(tmp_path, of="h200", **changes):
@@ -46,10 +43,8 @@ def test_a_prefill_over_devices_of_a_host_is_priced_by_whoever_asks(tmp_path, v3
     known = with_tables(cluster, BUNDLED)[0]
     timed = deepep_exchange(load_cluster("h200-16"), v3, 8, 4096, ROW, 1.0)
     assert deepep_exchange(known, v3, 8, 4096, ROW, 1.0) == timed, "the same die on the same links"
-    instance = Instance(
-        v3, cluster, parse_layout("dp=8", 0, v3), PlanOptions(), Workload(Lengths(2000), Lengths(500)), {}
-    )
-    assert instance.prefill_step(4096) > 0
+    workload = Workload(Lengths(2000), Lengths(500))
+    assert Instance(v3, cluster, parse_layout("dp=8", 0, v3), PlanOptions(), workload, {}).prefill_step(4096) > 0
 
 
 @pytest.mark.slow
@@ -67,22 +62,16 @@ def test_a_prefill_over_devices_of_a_host_is_priced_by_whoever_asks(tmp_path, v3
 )
 def test_every_mode_plans_with_an_own_file(tmp_path, of, mode):
     path = write(tmp_path, of, memory_bytes=200_000_000_000, scale_up_devices=8, devices_per_host=8)
-    answer = tmp_path / "answer.json"
-    command = ["plan", *(["step"] if mode.startswith("static") else [])]
-    command += ["--cluster", str(path), "--mode", mode, "--engine", "published", "--json", str(answer)]
-    done = CliRunner().invoke(app, command, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    assert json.loads(answer.read_text())
+    words = ["step"] if mode.startswith("static") else []
+    assert plan_json(*words, "--cluster", path, "--mode", mode, "--engine", "published")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_plans_and_simulates_with_an_own_file(tmp_path, engine):
-    words = ["--cluster", str(write(tmp_path)), "--engine", engine, "--max-concurrency", "16", "--output", "20"]
-    words += ["--mesh", "tp=8,ep=1"]
+    words = ["--cluster", write(tmp_path), "--engine", engine, "--mesh", "tp=8,ep=1"]
+    words += ["--max-concurrency", "16", "--output", "20"]
     for command in (["--explain", "plan"], ["simulate", "--num-prompts", "20"]):
-        done = CliRunner().invoke(app, ["plan", *command, *words], catch_exceptions=False)
-        assert done.exit_code == 0, done.output
-        assert "winner, never measured:" in done.output
+        assert "winner, never measured:" in plan(*command, *words)
 
 
 @pytest.mark.parametrize("key", ["h200", None])

@@ -1,24 +1,21 @@
 """Plans with attention and experts apart (`apart.py`, `moves.py`): two pools, and what travels between them."""
 
 import dataclasses
-import json
 
 import pytest
-from typer.testing import CliRunner
+from plan_words import plan_json
+from step_models import options_for
 
-from dsjax.cli import app
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.plan.apart import ApartStep, _layers_seconds
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.cold_start import recovery
-from dsjax.plan.engine import find_engine
 from dsjax.plan.figure import assumption
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.memory import expert_side_bytes, weight_bytes
 from dsjax.plan.moves import AfdExchange, afd_exchange, agreement, connection
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.turns import LayerTimes, simulate_layers
-from dsjax.plan.workload import PlanOptions
 from sharding import MeshSpec
 
 FP8 = PRECISIONS["fp8"]
@@ -34,17 +31,13 @@ def test_messages_between_processes_take_what_was_measured_of_them():
     assert assumption("a step's command to the other processes") == pytest.approx(0.13e-3)
 
 
-def options(**changes):
-    return PlanOptions(engine=find_engine("dsjax"), dispatch="auto", modes=("aggregated",), **changes)
-
-
 def layout(attention, experts, redundant=0):
     return InstanceLayout(MeshSpec.parse(attention), redundant, experts=experts)
 
 
 def decoding(ask, mesh, experts, cluster="h800-32", redundant=0, **changes):
-    question = ask(cluster, options=options(**changes))
-    question = dataclasses.replace(question, workload=dataclasses.replace(question.workload, decoding_at=4096.0))
+    options = options_for("dsjax", modes=("aggregated",), **changes)
+    question = ask(cluster, options=options, decoding_at=4096.0)
     return question.instance(layout(mesh, experts, redundant), {})
 
 
@@ -85,10 +78,8 @@ def test_a_lost_host_with_attention_costs_no_reading_of_experts(ask):
         ("dp=8", 16, 1),
     ],
 )
-def test_an_instance_within_a_host_lies_on_no_second_one_and_a_larger_one_has_whole_hosts(
-    ask, attention, experts, most
-):
-    assert ask("h200-32", options=options()).most_instances(layout(attention, experts)) == most
+def test_an_instance_within_a_host_lies_on_no_other_and_larger_ones_have_whole_hosts(ask, attention, experts, most):
+    assert ask("h200-32", options=options_for("dsjax")).max_instances(layout(attention, experts)) == most
 
 
 def test_experts_that_do_not_fit_leave_no_room_for_a_request(ask):
@@ -110,14 +101,10 @@ def test_the_experts_of_a_step_work_for_the_tokens_of_all_attention_devices(ask)
 
 
 def test_micro_batches_in_turn_gain_where_the_batch_is_large_and_lose_where_it_is_small(ask):
-    one, two = decoding(ask, "dp=2", 6, redundant=2).step_models()
-    assert (one.micro_batches, two.micro_batches) == (1, 2)
+    (one, two), models = (decoding(ask, "dp=2", 6, redundant=2, afd_stages=n).step_models() for n in (2, 3))
+    assert [model.micro_batches for model in (one, two, *models)] == [1, 2, 1, 3]
     assert one.decode(2, 4096) < two.decode(2, 4096)
     assert two.decode(512, 4096) < one.decode(512, 4096)
-    assert [model.micro_batches for model in decoding(ask, "dp=2", 6, redundant=2, afd_stages=3).step_models()] == [
-        1,
-        3,
-    ]
 
 
 def test_turns_that_repeat_are_not_all_played():
@@ -131,15 +118,15 @@ def test_turns_that_repeat_are_not_all_played():
 
 def test_commands_of_all_processes_are_options_that_the_engine_takes():
     meshes = ["--attention-mesh", "dp=8", "--expert-mesh", "ep=16"]
-    arguments = ["plan", "--cluster", "h200-32", *meshes, "--mode", "aggregated", "--json", "-"]
-    made = json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
-    attention, *experts = made["winner"]["services"]
-    assert [one["options"]["--afd-role"] for one in (attention, *experts)] == ["attention", "expert", "expert"]
-    assert [one["options"]["--afd-server-rank"] for one in experts] == ["0", "1"]
-    assert [one["devices_each"] for one in (attention, *experts)] == [8, 8, 8]
-    assert attention["options"]["--afd-address"] == "EXPERTS0:7000,EXPERTS1:7000"
+    made = plan_json("--cluster", "h200-32", *meshes, "--mode", "aggregated")
+    services = made["winner"]["services"]
+    attention, *experts = (one["options"] for one in services)
+    assert [one["--afd-role"] for one in (attention, *experts)] == ["attention", "expert", "expert"]
+    assert [one["--afd-server-rank"] for one in experts] == ["0", "1"]
+    assert [one["devices_each"] for one in services] == [8, 8, 8]
+    assert attention["--afd-address"] == "EXPERTS0:7000,EXPERTS1:7000"
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     for one in (attention, *experts):
-        assert {flag[2:].replace("-", "_") for flag in one["options"]} <= known
-        assert "--dispatch" not in one["options"]
+        assert {flag[2:].replace("-", "_") for flag in one} <= known
+        assert "--dispatch" not in one
     assert made["ranked"][0]["expert_mesh"] == "ep=16"

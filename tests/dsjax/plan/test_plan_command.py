@@ -1,7 +1,6 @@
 """`dsjax plan` on the command line, its recipe and its pages."""
 
 import dataclasses
-import json
 import math
 import re
 import shlex
@@ -11,6 +10,8 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
+from plan_words import plan, plan_json, refusal_of
+from step_models import options_for
 from typer.testing import CliRunner
 
 from dsjax.cli import app
@@ -20,24 +21,16 @@ from dsjax.engine.setup.side_options import decode_args, prefill_args
 from dsjax.errors import UserError
 from dsjax.plan.engine import find_engine
 from dsjax.plan.manifests import deployment_name, fill, overlay, planned_graph
-from dsjax.plan.precision import precision
+from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.recipe import front_ends, notes, read_recipe, recipe
 from dsjax.plan.search import search
 from dsjax.plan.workload import Objective, Pins, PlanOptions
 from sharding.mesh import MeshSpec
 
-# What the engines that publish their kernels can do, in front of what dsjax serve can.
 LENGTHS = ["--cluster", "h200-8", "--input", "1000", "--output", "200"]
-BASE = ["plan", *LENGTHS, "--mode", "aggregated"]
-
-ONE_LAYOUT = ("--mesh", "tp=8,ep=1")
-"""Where a test is not about the search."""
-
-
-def run(*options):
-    found = CliRunner().invoke(app, [*BASE, *options], catch_exceptions=False)
-    assert found.exit_code == 0
-    return found.output
+BASE = [*LENGTHS, "--mode", "aggregated"]
+ONE_LAYOUT = ("--mesh", "tp=8,ep=1")  # where a test is not about the search
+AFD = ("--attention-mesh", "dp=4", "--expert-mesh", "ep=4")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +43,7 @@ def run(*options):
 )
 def test_the_first_screen_fits_24_lines_of_80_columns(monkeypatch, words):
     monkeypatch.setenv("COLUMNS", "80")
-    output = CliRunner().invoke(app, ["plan", *words], catch_exceptions=False).output
+    output = plan(*words)
     lines = [max(1, math.ceil(len(line.rstrip()) / 80)) for line in output.splitlines()]
     assert sum(lines) <= 24
     assert len(re.findall(r"^\d .*\d × (?:dp|tp)=", output, re.MULTILINE)) == 5, "five rows"
@@ -59,7 +52,7 @@ def test_the_first_screen_fits_24_lines_of_80_columns(monkeypatch, words):
 
 def test_the_first_screen_has_question_command_and_limits_and_the_rest_is_explained(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    output = run("--tpot-ms", "50", "--rows", "2", "--explain", "plan")
+    output = plan(*BASE, "--tpot-ms", "50", "--rows", "2", "--explain", "plan")
     first, _, rest = output.partition("--explain plan")
     for said in (
         "1000 tokens in, 200 out",
@@ -76,7 +69,7 @@ def test_the_first_screen_has_question_command_and_limits_and_the_rest_is_explai
 
 
 def test_explain_shows_the_parts_of_steps_and_how_much_each_input_moves_the_result_with_its_kind_and_source():
-    output = run(*ONE_LAYOUT, "--explain", "tpot")
+    output = plan(*BASE, *ONE_LAYOUT, "--explain", "tpot")
     steps, _, inputs = output.partition("the result × so much at either end of an input's range")
     shares = [int(share) for share in re.findall(r"^ +[\d.]+ [mµ]?s +(\d+)%  ", steps, re.MULTILINE)]
     assert sum(shares) == pytest.approx(200, abs=10), "of a decode and of a prefill step"
@@ -86,13 +79,12 @@ def test_explain_shows_the_parts_of_steps_and_how_much_each_input_moves_the_resu
     assert all(more >= less - 0.011 for more, less in pairwise(moved))  # ends are rounded
     assert "(measured: operator tables of aiconfigurator" in inputs
     assert "within 1 %: " in inputs
-    assert "GB  experts  (exact)" in run(*ONE_LAYOUT, "--explain", "memory")
+    assert "GB  experts  (exact)" in plan(*BASE, *ONE_LAYOUT, "--explain", "memory")
 
 
 def test_json_is_complete_and_the_recipe_is_its_winner(tmp_path):
     path = tmp_path / "recipe.json"
-    words = ["plan", "recipe", str(path), *BASE[1:], "--tpot-ms", "50", "--json", "-"]
-    found = json.loads(CliRunner().invoke(app, words, catch_exceptions=False).stdout)
+    found = plan_json("recipe", path, *BASE, "--tpot-ms", "50")
     assert read_recipe(path) == found["winner"]
     first = found["ranked"][0]
     assert first["tpot_s"]["low"] < first["tpot_s"]["value"] < first["tpot_s"]["high"]
@@ -103,7 +95,7 @@ def test_json_is_complete_and_the_recipe_is_its_winner(tmp_path):
 
 def test_the_front_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    run(*ONE_LAYOUT, "--pareto", str(tmp_path / "front.png"), "--ttft-ms", "150", "--tpot-ms", "40")
+    plan(*BASE, *ONE_LAYOUT, "--pareto", tmp_path / "front.png", "--ttft-ms", "150", "--tpot-ms", "40")
     assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -126,10 +118,10 @@ def engine_of(command):
         (["--mtp", "5"], "--mtp 5 is asked for, but dsjax serve drafts at most 4 tokens a step"),
         (["--engine", "vllm", "--precision", "int8"], "vllm does not load block-wise INT8 weights"),
         (["--engine", "vllm", "--precision", "mxfp4", "--cluster", "b200-8"], "vllm are priced in NVFP4 only"),
-        (["--attention-mesh", "dp=4", "--expert-mesh", "ep=4", "--engine", "vllm"], "vllm has no released option"),
+        ([*AFD, "--engine", "vllm"], "vllm has no released option"),
         (["--attention-mesh", "dp=8"], "--attention-mesh needs --expert-mesh; give that too"),
         (["--num-afd-stages", "3"], "--num-afd-stages needs --attention-mesh"),
-        (["--attention-mesh", "dp=4", "--expert-mesh", "ep=4", "--mesh", "dp=8"], "exclude each other"),
+        ([*AFD, "--mesh", "dp=8"], "exclude each other"),
         (["--attention-mesh", "dp=8", "--expert-mesh", "dp=8"], "such as ep=24"),
         (["--fp8-gemm-backend", "triton"], "is 'triton', expected one of deep_gemm, flashinfer_trtllm"),
         (["--fp8-gemm-backend", "flashinfer_trtllm", "--engine", "sglang"], "h200-8 has h200"),
@@ -139,10 +131,7 @@ def engine_of(command):
         ([*ONE_LAYOUT, "--sweep", "hosts=0"], "0 is not a number of hosts"),
         ([*ONE_LAYOUT, "--sweep", "bandwidth=0"], "0 is not above 0"),
         ([*ONE_LAYOUT, "--sweep", "loss-of-hosts=1"], "the cluster has 1 hosts; expected fewer"),
-        (
-            [*ONE_LAYOUT, "--sweep", "hosts", "--max-devices", "8"],
-            "and --max-devices 8 bounds the devices; leave one of them out",
-        ),
+        ([*ONE_LAYOUT, "--sweep", "hosts", "--max-devices", "8"], "and --max-devices 8 bounds the devices; leave one"),
         (["--expert-skew", "zipf:-1"], "expected zipf:S with a number S of 0 or more"),
         (["--mesh", "tp=8", "--stages", "2"], "--stages and --mesh exclude each other"),
         (["--mesh", ""], "--mesh is '', expected axes"),
@@ -165,17 +154,12 @@ def engine_of(command):
         (["--ttft-ms", "0"], "--ttft-ms is 0, expected a number above 0"),
         (["--tpot-ms", "0"], "--tpot-ms is 0, expected a number above 0"),
         (["--throughput", "0"], "--throughput is 0, expected a number above 0"),
-        (
-            ["--attention-mesh", "dp=4", "--expert-mesh", "ep=4", "--enable-shared-experts-fusion"],
-            "--enable-shared-experts-fusion is of one mesh",
-        ),
+        ([*AFD, "--enable-shared-experts-fusion"], "--enable-shared-experts-fusion is of one mesh"),
         (["--enable-shared-experts-fusion", "--model", "deepseek-v2-lite"], "this one has 2"),
     ],
 )
 def test_what_would_be_ignored_or_cannot_be_is_refused(options, message):
-    found = CliRunner().invoke(app, [*BASE, *options])
-    assert isinstance(found.exception, UserError)
-    assert message in str(found.exception)
+    assert message in refusal_of(*BASE, *options)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +172,7 @@ def test_what_would_be_ignored_or_cannot_be_is_refused(options, message):
             "--burstiness and --max-concurrency exclude each other",
         ),
         (["simulate", "--request-rate", "inf", "--burstiness", "0.5"], "--burstiness is of arrivals at a rate"),
-        (["simulate", "--attention-mesh", "dp=4", "--expert-mesh", "ep=4"], "plan simulate knows layouts of one mesh"),
+        (["simulate", *AFD], "plan simulate knows layouts of one mesh"),
         (["step", "--mode", "separated"], "--mode is 'separated', expected one of static, static_ctx, static_gen"),
         (["step", "--context", "100"], "--context needs --mode static_gen"),
         (["compare", "dp=1", "tp=2"], "dp=1 does not fit h200-8: its weights leave no room for one request"),
@@ -196,28 +180,19 @@ def test_what_would_be_ignored_or_cannot_be_is_refused(options, message):
     ],
 )
 def test_a_subcommand_refuses_what_it_cannot_answer(words, message):
-    found = CliRunner().invoke(app, ["plan", words[0], *LENGTHS, *words[1:]])
-    assert isinstance(found.exception, UserError)
-    assert message in str(found.exception)
+    assert message in refusal_of(words[0], *LENGTHS, *words[1:])
 
 
-@pytest.mark.parametrize(
-    ("words", "flag"),
-    [
-        (["step", "--ttft-ms", "100"], "--ttft-ms"),
-        (["step", "--explain", "tpot"], "--explain"),
-        (["fit", "--mesh", "tp=8", "--request-rate", "3"], "--request-rate"),
-        (["--warmup", "3"], "--warmup"),
-    ],
-)
-def test_a_subcommand_has_no_option_that_it_would_not_look_at(words, flag):
-    found = CliRunner().invoke(app, ["plan", *words])
+@pytest.mark.parametrize("words", ["step --ttft-ms", "step --explain", "fit --mesh tp=8 --request-rate", "--warmup"])
+def test_a_subcommand_has_no_option_that_it_would_not_look_at(words):
+    *words, flag = words.split()
+    found = CliRunner().invoke(app, ["plan", *words, flag, "3"])
     assert found.exit_code == 2
     assert f"No such option: {flag}" in found.output
 
 
 def test_plan_alone_is_the_search_and_its_help_lists_the_others():
-    shown = CliRunner().invoke(app, ["plan", "--help"]).output
+    shown = plan("--help")
     for said in ("--pareto", "fit", "step", "simulate", "recipe"):
         assert re.search(rf"^  {said}\b", shown, re.MULTILINE), said
 
@@ -226,17 +201,14 @@ def test_plan_alone_is_the_search_and_its_help_lists_the_others():
 def test_options_go_by_the_field_s_names_too():
     ours = ["--input", "900", "--output", "100", "--ttft-ms", "500", "--tpot-ms", "60", "--prefill-tokens", "4096"]
     theirs = ["--isl", "900", "--osl", "100", "--ttft", "500", "--itl", "60", "--max-num-batched-tokens", "4096"]
-    base = ["plan", "--cluster", "h200-8", "--json", "-"]
-    alone = [[*ours, *ONE_LAYOUT], [*theirs, *ONE_LAYOUT]]
-    several = [["--stages", "2"], ["--pipeline-parallel-size", "2"]]
-    for one, other in (alone, several):
-        assert CliRunner().invoke(app, [*base, *one]).stdout == CliRunner().invoke(app, [*base, *other]).stdout != ""
+    alone = ([*words, *ONE_LAYOUT] for words in (ours, theirs))
+    for one, other in (alone, (["--stages", "2"], ["--pipeline-parallel-size", "2"])):
+        assert plan_json("--cluster", "h200-8", *one) == plan_json("--cluster", "h200-8", *other)
 
 
 def test_a_recipe_that_there_is_none_of_is_said_and_not_written(tmp_path):
     path = tmp_path / "recipe.json"
-    words = ["plan", "recipe", str(path), *BASE[1:], *ONE_LAYOUT, "--max-concurrency", "100000"]
-    found = CliRunner().invoke(app, words)
+    found = CliRunner().invoke(app, ["plan", "recipe", str(path), *BASE, *ONE_LAYOUT, "--max-concurrency", "100000"])
     assert found.exit_code == 1
     assert "is not written: nothing fits" in " ".join(found.stderr.split())
     assert not path.exists()
@@ -263,11 +235,8 @@ def test_every_recipe_is_made_of_options_that_serve_has(ask, options):
 
 
 def test_a_recipe_is_of_an_engine_whose_limits_are_those_that_were_priced(ask):
-    small = dataclasses.replace(ask("h200-8", prompt=300, output=40, concurrency=16.0), config=load_config("demo"))
-    options = dataclasses.replace(
-        small.options, modes=("aggregated",), mesh=MeshSpec.parse("dp=2"), engine=find_engine("dsjax"), dispatch="auto"
-    )
-    question = dataclasses.replace(small, options=options)
+    options = options_for("dsjax", modes=("aggregated",), mesh=MeshSpec.parse("dp=2"))
+    question = ask(prompt=300, output=40, concurrency=16.0, options=options, config=load_config("demo"))
     winner = search(question).winner
     args = engine_of(recipe("demo", question, winner)["services"][0]["command"])
     assert args.max_num_seqs >= winner.batch
@@ -280,7 +249,7 @@ def separated(ask, config, prefill, decode, redundant=None, cluster="h200-8", co
     """A question about so many prefill and decode engines on these meshes, and its winner."""
     pins = Pins(MeshSpec.parse(prefill), MeshSpec.parse(decode), *counts)
     options = PlanOptions(modes=("separated",), pins=pins, redundant=redundant)
-    question = dataclasses.replace(ask(cluster, options=options, **load), config=load_config(config))
+    question = ask(cluster, options=options, config=load_config(config), **load)
     return question, search(question).winner
 
 
@@ -291,8 +260,7 @@ def test_a_separated_plan_that_a_host_has_room_for_is_one_process_with_the_sizes
     args = engine_of(one["command"])
     decode, prefill = decode_args(args), prefill_args(args)
     assert (decode.mesh, prefill.mesh) == ("dp=2", "dp=1")
-    assert decode.max_num_seqs >= winner.batch
-    assert decode.max_num_batched_tokens >= winner.batch
+    assert min(decode.max_num_seqs, decode.max_num_batched_tokens) >= winner.batch
     assert prefill.max_num_seqs * 300 >= winner.prefill_tokens > decode.max_num_seqs != prefill.max_num_seqs
     assert prefill.max_num_batched_tokens >= winner.prefill_tokens
     assert prefill.chunk_tokens >= min(winner.prefill_tokens, 300)
@@ -310,9 +278,8 @@ def test_one_process_gives_each_side_what_its_own_command_would(ask, prefill, de
     for service, side in zip(made["services"], (prefill_args(args), decode_args(args)), strict=True):
         own = engine_of(service["command"])
         share = max(args.gpu_memory_utilization, own.gpu_memory_utilization)
-        moves = {"enable_eplb": side.enable_eplb, "eplb_config": side.eplb_config}
-        copies = {"redundant_experts": side.redundant_experts}
-        assert side == dataclasses.replace(own, gpu_memory_utilization=share, **moves, **copies)
+        moves = {name: getattr(side, name) for name in ("enable_eplb", "eplb_config", "redundant_experts")}
+        assert side == dataclasses.replace(own, gpu_memory_utilization=share, **moves)
         assert (side.num_redundant, own.enable_eplb <= side.enable_eplb) == (own.num_redundant, True)
 
 
@@ -324,8 +291,7 @@ def test_what_a_host_has_no_room_for_is_no_process(ask):
 
 
 def test_an_engine_that_was_priced_for_one_of_two_kinds_of_hosts_is_placed_there(ask):
-    options = PlanOptions(modes=("aggregated",), engine=find_engine("dsjax"), dispatch="auto", redundant=0)
-    question = ask("h800-16-h20-16", options=options)
+    question = ask("h800-16-h20-16", options=options_for("dsjax", modes=("aggregated",), redundant=0))
     (text,) = overlay("deepseek-v3", question, search(question).winner, "base", "a plan").values()
     assert 'value: {"dsjax-device": "h20"}' in text
     assert "Nodes with H20 SXM must say so: kubectl label node NAME dsjax-device=h20" in text
@@ -335,13 +301,12 @@ def test_several_engines_of_a_kind_are_processes_of_their_own_behind_dynamo(ask)
     question, winner = separated(ask, "deepseek-v2-lite", "dp=1", "dp=2", 0, counts=(2, 3))
     made = recipe("deepseek-v2-lite", question, winner)
     assert made["one_process"] is None
-    for service, (role, count, mesh) in zip(
-        made["services"], (("prefill", 2, "dp=1"), ("decode", 3, "dp=2")), strict=True
-    ):
-        assert (service["role"], service["instances"]) == (role, count)
+    sides = [(service["role"], service["instances"]) for service in made["services"]]
+    assert sides == [("prefill", 2), ("decode", 3)]
+    for service, mesh in zip(made["services"], ("dp=1", "dp=2"), strict=True):
         args = engine_of(service["command"])
         assert service["command"].startswith("dsjax dynamo ")
-        assert (args.mesh, args.disaggregation_mode, args.separated) == (mesh, role, False)
+        assert (args.mesh, args.disaggregation_mode, args.separated) == (mesh, service["role"], False)
     workers = workers_of(planned_graph("pd", "deepseek-v2-lite", question, winner, "dsjax plan"))
     assert {kind: worker["replicas"] for kind, worker in workers.items()} == {"prefill": 2, "decode": 3}
     with pytest.raises(UserError, match=r"give FILE\.yaml for NVIDIA Dynamo"):
@@ -356,8 +321,7 @@ def workers_of(text):
 
 def test_dynamo_s_workers_are_on_the_hosts_of_their_side(ask):
     """Hosts for prompts have four devices here, and those for tokens eight."""
-    pins = Pins(MeshSpec.parse("dp=16"), MeshSpec.parse("dp=16"))
-    question = ask("h800-16-h20-16", options=PlanOptions(modes=("separated",), redundant=0, pins=pins))
+    question, _ = separated(ask, "deepseek-v3", "dp=16", "dp=16", 0, cluster="h800-16-h20-16")
     first = dataclasses.replace(question.cluster.prefill, hosts=4, devices_per_host=4)
     question = dataclasses.replace(question, cluster=dataclasses.replace(question.cluster, prefill=first))
     workers = workers_of(planned_graph("pd", "deepseek-v3", question, search(question).winner, "dsjax plan"))
@@ -378,14 +342,8 @@ def test_what_a_user_has_named_stays_a_comment_or_becomes_a_name_that_kubernetes
     for model in ("demo", 'org/name" && ls', "org/a b"):
         with pytest.raises(UserError, match="expected a repository"):
             planned_graph("pd", model, question, winner, "dsjax plan")
-    files = {
-        "r1.yaml": "r1",
-        "R1 on H200.yaml": "r1-on-h200",
-        "2026-plan.yaml": "dsjax-2026-plan",
-        "---.yaml": "dsjax",
-        "true.yaml": "dsjax-true",
-    }
-    assert {file: deployment_name(Path(file)) for file in files} == files
+    names = {"R1 on H200": "r1-on-h200", "2026-plan": "dsjax-2026-plan", "---": "dsjax", "true": "dsjax-true"}
+    assert {stem: deployment_name(Path(f"{stem}.yaml")) for stem in ("r1", *names)} == names | {"r1": "r1"}
 
 
 def test_a_value_is_a_word_of_a_manifest_or_goes_into_it_as_json_or_a_comment():
@@ -401,9 +359,8 @@ def test_a_value_is_a_word_of_a_manifest_or_goes_into_it_as_json_or_a_comment():
     ("cluster", "weights"), [("b200-8", "nvfp4"), ("h200-8", "mxfp4-bf16"), ("h200-8", "int4-bf16")]
 )
 def test_a_plan_with_packed_experts_is_one_that_dsjax_serves(ask, cluster, weights):
-    engine = find_engine("dsjax")
-    kept, mesh = engine.precision(precision(weights)), MeshSpec.parse("dp=8")
-    options = PlanOptions(engine=engine, precision=kept, modes=("aggregated",), mesh=mesh, dispatch="auto")
+    kept = find_engine("dsjax").precision(PRECISIONS[weights])
+    options = options_for("dsjax", precision=kept, modes=("aggregated",), mesh=MeshSpec.parse("dp=8"))
     question = ask(cluster, options=options)
     winner = search(question).winner
     assert recipe("deepseek-v3", question, winner)["services"][0]["options"]["--weights"] == weights
@@ -418,7 +375,7 @@ def test_sides_of_a_recipe_take_one_another_s_pages(ask):
 
 def test_where_no_layout_is_left_a_plan_and_a_static_mode_say_so():
     too_wide = ("--attention-mesh", "dp=8", "--expert-mesh", "ep=8")
-    assert "No layout of the model is left to look at: the devices at hand" in run(*too_wide)
+    assert "No layout of the model is left to look at: the devices at hand" in plan(*BASE, *too_wide)
     base = ["plan", "step", *LENGTHS, "--mode", "static_gen"]
     left, most = (CliRunner().invoke(app, [*base, *more]).output for more in (too_wide, ("--batch", "100000")))
     assert "no layout of the model is left to look at: the devices at hand" in left
@@ -426,24 +383,22 @@ def test_where_no_layout_is_left_a_plan_and_a_static_mode_say_so():
 
 
 def test_no_instance_is_wider_than_is_allowed_and_a_price_gives_a_cost():
-    base = ["plan", "--cluster", "h200-16", "--mode", "aggregated", "--redundant-experts", "0", "--json", "-"]
-    options = [*base, "--max-devices-per-instance", "8", "--price-per-hour", "2"]
-    found = json.loads(CliRunner().invoke(app, options, catch_exceptions=False).stdout)
+    words = ["--cluster", "h200-16", "--mode", "aggregated", "--redundant-experts", "0"]
+    found = plan_json(*words, "--max-devices-per-instance", "8", "--price-per-hour", "2")
     assert all(one["devices"] // one["instances"] <= 8 for one in found["ranked"])
     first = found["ranked"][0]
     per_hour = first["output_tokens_per_s"]["value"] * 3600
     assert first["cost_per_million_output_tokens"]["value"] == pytest.approx(2 * first["devices"] / per_hour * 1e6)
-    assert "at 2 a device and hour" in run(*ONE_LAYOUT, "--price-per-hour", "2", "--explain", "plan")
+    assert "at 2 a device and hour" in plan(*BASE, *ONE_LAYOUT, "--price-per-hour", "2", "--explain", "plan")
 
 
 def test_a_sweep_over_users_is_answered_for_as_many_and_over_hosts_for_those_given_with_them():
-    options = ("--mesh", "tp=8,ep=1", "--sweep", "concurrency=4,64,100000", "--sweep", "hosts=2,2:96", "--json", "-")
-    users, hosts = json.loads(run(*options))["sweeps"]
-    few, many = users["points"][0], users["points"][-1]
+    sweeps = ("--sweep", "concurrency=4,64,100000", "--sweep", "hosts=2,2:96")
+    users, hosts = plan_json(*BASE, *ONE_LAYOUT, *sweeps)["sweeps"]
+    few, some, *_, many = users["points"]
     assert few["best"]["batch_per_dp_rank"] * few["best"]["instances"] == 4
-    assert few["same"]["tpot_s"]["value"] < users["points"][1]["same"]["tpot_s"]["value"]
-    assert many["best"] is None
-    assert many["same"] is None
+    assert few["same"]["tpot_s"]["value"] < some["same"]["tpot_s"]["value"]
+    assert (many["best"], many["same"]) == (None, None)
     free, loaded = hosts["points"]
     assert free["same"]["instances"] == loaded["same"]["instances"] == 2
     assert loaded["concurrency"] == 96 == loaded["best"]["batch_per_dp_rank"] * loaded["best"]["instances"]

@@ -1,8 +1,9 @@
-"""Whether a launch fits: each engine's own division of memory, judged before it is started."""
+"""Whether a launch fits, by each engine's own division of memory; and what `dsjax plan fit` says of public launches."""
 
-import json
+import hashlib
 
 import pytest
+from plan_words import plan_json
 from typer.testing import CliRunner
 
 from dsjax.cli.main import app
@@ -11,6 +12,7 @@ from dsjax.plan.fit import DOES_NOT_FIT, Launch, fit
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.memory import cache_bytes_per_token, weight_bytes
 from dsjax.plan.precision import PRECISIONS
+from tools.plan_data.fit_incidents import rows, score
 
 GIB = 2**30
 
@@ -27,8 +29,11 @@ def test_671_gb_do_not_fit_where_the_devices_have_less(v3):
         assert _judged(v3, engine=engine).words == "fits"
 
 
-def test_a_profiled_cache_must_hold_the_longest_request_to_the_token(v3):
-    held = _judged(v3).cache_tokens
+def test_a_profiled_cache_is_what_is_left_by_a_tokens_size_and_must_hold_the_longest_request_to_the_token(v3):
+    verdict = _judged(v3)
+    weights, step, _, outside = verdict.parts
+    left, held = 0.9 * 140 * GIB - weights - step - outside, verdict.cache_tokens
+    assert held == pytest.approx(left / cache_bytes_per_token(v3, PRECISIONS["fp8"]))
     assert _judged(v3, longest=int(held)).fits
     assert not _judged(v3, longest=int(held) + 1).fits
     assert _judged(v3, engine="sglang", longest=10**9).fits  # SGLang starts, and refuses such a request later
@@ -65,25 +70,14 @@ def test_absorbed_matrices_are_counted_once_more_for_engines_that_keep_both(v3):
     assert of["vllm"] - weights == 61 * 16 * 512 * (128 + 128) * 2
 
 
-def test_cache_tokens_are_what_is_left_by_the_tokens_size(v3):
-    verdict = _judged(v3)
-    weights, step, _, outside = verdict.parts
-    left = 0.9 * 140 * GIB - weights - step - outside
-    assert verdict.cache_tokens == pytest.approx(left / cache_bytes_per_token(v3, PRECISIONS["fp8"]))
-
-
-def test_the_fullest_stage_of_a_pipeline_has_whole_layers(v3):
-    weights = [_judged(v3, mesh=mesh).parts[0] for mesh in ("tp=8", "pp=4,tp=8")]
-    # Of 58 layers with experts, which are nearly all of it, the fullest has 16.
-    assert 15 / 58 * weights[0] < weights[1] < 16 / 58 * weights[0]
-
-
 @pytest.mark.parametrize("engine", ["sglang", "vllm", "dsjax"])
-def test_a_stage_s_step_is_that_of_its_own_devices(v3, engine):
+def test_the_fullest_stage_has_whole_layers_and_its_step_is_that_of_its_own_devices(v3, engine):
     """A pipeline's other stages hold no part of its experts' arrays."""
-    _, whole, *_ = _judged(v3, engine=engine).parts
-    _, staged, *_ = _judged(v3, engine=engine, mesh="pp=4,tp=8").parts
-    assert staged == whole
+    parts = (_judged(v3, mesh=mesh, engine=engine).parts for mesh in ("tp=8", "pp=4,tp=8"))
+    (whole, whole_step, *_), (staged, staged_step, *_) = parts
+    # Of 58 layers with experts, which are nearly all of it, the fullest has 16.
+    assert 15 / 58 * whole < staged < 16 / 58 * whole
+    assert staged_step == whole_step
 
 
 def test_the_command_says_what_lacks_and_ends_with_3():
@@ -91,11 +85,7 @@ def test_the_command_says_what_lacks_and_ends_with_3():
     assert found.exit_code == DOES_NOT_FIT
     assert "does not fit" in found.output
     assert "no memory fraction fits" in found.output
-    found = CliRunner().invoke(
-        app, ["plan", "fit", "--cluster", "h200-8", "--mesh", "tp=8", "--engine", "vllm", "--json", "-"]
-    )
-    assert found.exit_code == 0
-    body = json.loads(found.output)
+    body = plan_json("fit", "--cluster", "h200-8", "--mesh", "tp=8", "--engine", "vllm")
     assert body["fits"]
     assert body["fractions_that_fit"][0] <= body["memory_fraction"]
     assert body["device_bytes"] == 143771 * 2**20
@@ -106,7 +96,6 @@ def test_the_command_says_what_lacks_and_ends_with_3():
     [
         (["fit"], "plan fit is about one layout; give it, such as --mesh tp=8"),
         (["--memory-fraction", "0.8"], "No such option: --memory-fraction"),
-        (["fit", "--mesh", "tp=8", "--request-rate", "3"], "No such option: --request-rate"),
         (["fit", "--mesh", "tp=8", "--max-devices", "4"], "No such option: --max-devices"),
         (["fit", "--mesh", "tp=8", "--mtp", "1", "--model", "moonlight"], "the model has no MTP module"),
         (["fit", "--mesh", "tp=8", "--context", "163841"], "the model has positions for 163840"),
@@ -118,3 +107,13 @@ def test_questions_that_do_not_go_together_are_one_line(options, said):
     found = CliRunner().invoke(app, ["plan", *options])
     assert found.exit_code != 0
     assert said in " ".join((found.output + str(found.exception)).split())
+
+
+def test_verdicts_are_those_that_were_committed_most_are_right_today_too_and_none_refuses_what_fitted():
+    """A verdict that is changed after its outcome is known is no prediction."""
+    asked = [[value for name, value in row.items() if name not in ("fitted", "happened")] for row in rows()]
+    assert hashlib.sha256(repr(asked).encode()).hexdigest()[:16] == "41f31d1129a0fe7c"
+    assert all(row["fitted"] in ("yes", "no", "") and row["happened"] for row in rows())
+    assert score()["committed"] == (29, 36)
+    assert score()["today"][0] >= 29
+    assert score("yes") == {"committed": (24, 24), "today": (24, 24)}

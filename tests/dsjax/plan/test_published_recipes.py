@@ -16,9 +16,8 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from typer.testing import CliRunner
 
@@ -30,11 +29,16 @@ from sharding import MeshSpec
 from tools.make_deploy import published, sides_of
 
 ROOT = Path(__file__).parents[3]
-RECIPES, TABLE = ROOT / "configs" / "recipes", ROOT / "docs" / "recipes.csv"
+RECIPES = {
+    path.stem: tomllib.loads(path.read_text(encoding="utf-8"))
+    for path in sorted((ROOT / "configs" / "recipes").glob("*.toml"))
+}
+COLUMNS = ["recipe", "side", "option", "where", "there", "dsjax plan", "passed on from", "why dsjax plan differs"]
+COLUMNS += ["dsjax dynamo", "why dsjax dynamo differs"]
+_SAYS = ("elsewhere", "passed", "why", "why_dsjax")  # tables of a recipe's file: option to what is said of it
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One option of one side: its value in the recipe, ours for the same engine, dsjax's own, and the reasons where they differ.
 
     Values are as commands have them; None where an option is not written. An option without a value is "". passed: the argument of
@@ -43,33 +47,22 @@ class Row:
 
     side: str
     option: str
+    where: str
     there: str
     ours: str | None
+    passed: str
     why: str
     own: str | None
     why_own: str
-    passed: str = ""
-    where: str = ""
 
     @property
     def problems(self) -> Iterator[str]:
         """Values that differ without a reason, and reasons for values that do not differ."""
         for who, value, why in (("dsjax plan", self.ours, self.why), ("deploy/dynamo", self.own, self.why_own)):
-            same = value is not None and alike(self.there, value)
+            same = value is not None and meaning(self.there) == meaning(value)
             if same == bool(why):
                 said = "a reason and the same value" if same else f"{value!r} and no reason"
                 yield f"{self.side} {self.option} is {self.there!r}, and {who} has {said}"
-
-
-def recipes() -> dict[str, dict[str, Any]]:
-    """Name to what the file says."""
-    return {path.stem: tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(RECIPES.glob("*.toml"))}
-
-
-def arguments(recipe: dict) -> dict[str, str]:
-    """The last value of each argument of a recipe's `dsjax plan`."""
-    words = shlex.split(recipe["plan"])
-    return dict(zip(words[::2], words[1::2], strict=True))
 
 
 def command(recipe: dict) -> str:
@@ -85,16 +78,16 @@ def planned(engine: str, line: str) -> dict[str, dict[str, str]]:
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "recipe.json")
-        answer = str(Path(folder, "plan.json"))
-        app(["plan", "recipe", str(path), *shlex.split(line)[2:], "--json", answer], standalone_mode=False)
+        words = ["plan", "recipe", str(path), *shlex.split(line)[2:], "--json", str(Path(folder, "plan.json"))]
+        app(words, standalone_mode=False)
         services = read_recipe(path)["services"]
     found = {}
     for service in services:
         launch = service["launches"][engine]
-        values: dict[str, str] = {}
-        for text in reversed(launch["commands"]):
-            values = values | read_command(engine, text)
-        found[service["role"]] = values | flat(next(iter(launch["config"].values()), {}))
+        values = flat(next(iter(launch["config"].values()), {}))
+        for text in launch["commands"]:
+            values = read_command(engine, text) | values
+        found[service["role"]] = values
     return found
 
 
@@ -116,12 +109,8 @@ def read_command(engine: str, line: str) -> dict[str, str]:
     return found
 
 
-def alike(there: str, value: str) -> bool:
-    """Whether two values say the same: numbers, truth and JSON are compared as such, a flag's mere presence as true."""
-    return _meaning(there) == _meaning(value)
-
-
-def _meaning(text: str) -> Any:
+def meaning(text: str) -> Any:
+    """What a value says: numbers, truth and JSON are compared as such, a flag's mere presence as true."""
     try:
         return json.loads(text.lower()) if text else True
     except json.JSONDecodeError:
@@ -142,12 +131,9 @@ def flat(config: dict[str, Any], above: str = "") -> dict[str, str]:
     """A configuration file's values by their paths."""
     found: dict[str, str] = {}
     for key, value in config.items():
-        found |= flat(value, f"{above}{key}.") if isinstance(value, dict) else {above + key: _text(value)}
+        text = value if isinstance(value, str) else json.dumps(value)
+        found |= flat(value, f"{above}{key}.") if isinstance(value, dict) else {above + key: text}
     return found
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def deployed(name: str, role: str) -> dict[str, str]:
@@ -179,19 +165,14 @@ def rows(recipe: dict) -> list[Row]:
         role, ours = side["role"], written_by[side["role"]]
         own = deployed(recipe["graph"], role)
         for option, there in side["options"].items():
-            why, why_own, passed, where = (
-                recipe[table].get(f"{role} {option}", recipe[table].get(option, "")) for table in _SAYS
-            )
+            says = [recipe[table].get(f"{role} {option}", recipe[table].get(option, "")) for table in _SAYS]
+            where, passed, why, why_own = says
             name, own_name = recipe["renamed"].get(option, option), recipe["dsjax"].get(option)
             value = written(own, own_name) if own_name else None
             if own_name in ("--mesh", "--disaggregation-mode") and value is not None and not why_own:
                 value = there if _means_mesh(option, there, own) else value
-            made.append(Row(role, option, there, written(ours, name), why, value, why_own, passed, where))
+            made.append(Row(role, option, where, there, written(ours, name), passed, why, value, why_own))
     return made
-
-
-_SAYS = ("why", "why_dsjax", "passed", "elsewhere")
-"""Tables of a recipe's file: option to what is said of it."""
 
 
 def _means_mesh(option: str, there: str, own: dict[str, str]) -> bool:
@@ -210,66 +191,51 @@ def _means_mesh(option: str, there: str, own: dict[str, str]) -> bool:
     return int(there) == (mesh.tp_size if option == "--tensor-parallel-size" else mesh.dp_size)
 
 
-def problems() -> list[str]:
+def problems() -> Iterator[str]:
     """What the data leaves unsaid, or says in vain, of all recipes."""
-    found = []
-    for name, recipe in recipes().items():
-        every = rows(recipe)
-        found += [f"{name}: {text}" for row in every for text in row.problems]
+    for name, recipe in RECIPES.items():
+        every, words = rows(recipe), shlex.split(recipe["plan"])[::2]
         used = {key for row in every for key in (row.option, f"{row.side} {row.option}")}
+        yield from (f"{name}: {text}" for row in every for text in row.problems)
         for table in ("renamed", "dsjax", *_SAYS):
-            found += [
-                f"{name}: [{table}] has {key}, which the recipe has not" for key in recipe[table] if key not in used
-            ]
-        found += [
-            f"{name}: {row.side} {row.option} is passed on from {row.passed}, which the command has not"
-            for row in every
-            if row.passed and row.passed not in arguments(recipe)
-        ]
-    return found
+            yield from (f"{name}: [{table}] has {key}, and no side" for key in recipe[table].keys() - used)
+        for row in every:
+            if row.passed and row.passed not in words:
+                yield f"{name}: {row.side} {row.option} is passed on from {row.passed}, which the command has not"
 
 
-def table() -> list[dict[str, str]]:
-    """The rows of docs/recipes.csv: every option of every recipe, with its value in the recipe, in `dsjax plan` and in deploy/dynamo."""
+def table() -> list[list[str]]:
+    """docs/recipes.csv: every option of every recipe, with its value in the recipe, in `dsjax plan` and in deploy/dynamo."""
+
+    def shown(value: str | None) -> str:
+        return {None: "", "": "given", "?": "named, without a value"}.get(value, value or "")
+
+    every = [(name, row) for name, recipe in RECIPES.items() for row in rows(recipe)]
     return [
-        {
-            "recipe": name,
-            "side": row.side,
-            "option": row.option,
-            "where": row.where,
-            "there": _shown(row.there),
-            "dsjax plan": _shown(row.ours),
-            "passed on from": row.passed,
-            "why dsjax plan differs": row.why,
-            "dsjax dynamo": _shown(row.own),
-            "why dsjax dynamo differs": row.why_own,
-        }
-        for name, recipe in recipes().items()
-        for row in rows(recipe)
+        COLUMNS,
+        *(
+            [name, *row._replace(**{key: shown(getattr(row, key)) for key in ("there", "ours", "own")})]
+            for name, row in every
+        ),
     ]
 
 
-def _shown(value: str | None) -> str:
-    """A value for a reader: "given" for an option without one, nothing for an option that is not written."""
-    return {None: "", "": "given", "?": "named, without a value"}.get(value, value or "")
-
-
 def test_the_table_has_every_option_with_its_reasons():
-    with TABLE.open(encoding="utf-8", newline="") as file:
-        written_rows = list(csv.DictReader(file))
+    with (ROOT / "docs" / "recipes.csv").open(encoding="utf-8", newline="") as file:
+        written_rows = list(csv.reader(file))
     # The planner's own values change with its tables; whether they need a reason is tested below.
-    for row in (expected := table()) + written_rows:
-        del row["dsjax plan"]
+    for row in (expected := table())[1:] + written_rows[1:]:
+        row[5] = ""
     assert written_rows == expected
 
 
 def test_every_option_that_differs_has_a_reason_and_no_reason_is_left_over():
-    assert problems() == []
+    assert list(problems()) == []
 
 
 def test_the_command_of_a_recipe_writes_the_script_whose_values_are_compared(tmp_path):
     for name in ("tensorrt-llm-gb200-36", "vllm-h20-32"):
-        recipe, path = recipes()[name], tmp_path / f"{name}.sh"
+        recipe, path = RECIPES[name], tmp_path / f"{name}.sh"
         line = command(recipe)
         result = CliRunner().invoke(app, ["plan", "recipe", str(path), *shlex.split(line)[2:]])
         assert result.exit_code == 0, result.output
@@ -283,13 +249,10 @@ def test_the_command_of_a_recipe_writes_the_script_whose_values_are_compared(tmp
 
 def test_no_reason_denies_an_option_that_the_engine_has():
     fields = {field.name for field in dataclasses.fields(EplbConfig)}
-    reasons = [reason for recipe in recipes().values() for reason in recipe["why_dsjax"].values()]
+    reasons = [reason for recipe in RECIPES.values() for reason in recipe["why_dsjax"].values()]
     denied = [reason.partition(" is no option")[0].split() for reason in reasons if " is no option" in reason]
     assert not fields & {word for words in denied for word in words}
 
 
 if __name__ == "__main__":
-    every = table()
-    writer = csv.DictWriter(sys.stdout, list(every[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(every)
+    csv.writer(sys.stdout, lineterminator="\n").writerows(table())

@@ -6,20 +6,9 @@ import numpy as np
 import pytest
 
 from dsjax.errors import UserError
+from dsjax.plan import skew as skews
 from dsjax.plan.figure import Kind, spread
-from dsjax.plan.skew import (
-    DEFAULT_SKEW,
-    DRIFT,
-    UNIFORM,
-    Skew,
-    Slots,
-    busiest,
-    counts_variation,
-    drawn,
-    precomputed_placements,
-    read_skew,
-    zipf_variation,
-)
+from dsjax.plan.skew import DEFAULT_SKEW, DRIFT, UNIFORM, Skew, Slots, busiest, drawn, read_skew
 from sharding.balancing import balancedness, rebalance
 
 WIDE = Slots(ranks=32, physical=288, groups=8, hosts=1)
@@ -41,8 +30,12 @@ def recorded(tmp_path):
 
 
 def slowest(skew, balanced):
-    [figure] = spread(lambda: [skew.slowest(WIDE, 256, MANY, balanced=balanced)])
-    return figure
+    return spread(lambda: [skew.slowest(WIDE, 256, MANY, balanced=balanced)])[0]
+
+
+def as_started(load):
+    """The busiest rank's share where every expert is taken as equally loaded, as an engine starts."""
+    return balancedness(load, rebalance(np.ones((1, 256)), n_physical=288, ranks=32), 32).busiest
 
 
 def test_without_a_balancer_redundant_experts_give_what_a_static_placement_gives(model):
@@ -51,26 +44,22 @@ def test_without_a_balancer_redundant_experts_give_what_a_static_placement_gives
     static = model(redundant=32, skew=skewed, balancing=False)
     balanced = model(redundant=32, skew=skewed)
     assert even < balanced.decode(256, 2000) < static.decode(256, 2000)
-    # As the engine starts: every expert taken as equally loaded.
-    loads = drawn(0.5, 256, 0.0)
-    placement = rebalance(np.ones((1, 256)), n_physical=288, ranks=32)
-    found = balancedness(loads.served, placement, 32).busiest
+    found = as_started(drawn(0.5, 256, 0.0).served)
     assert skewed.slowest(WIDE, 256, MANY, balanced=False) == pytest.approx(found)
     assert static.options.skew.slowest(static.expert_slots, 256, 256 * 8, balanced=False) > found  # and chance
 
 
-@pytest.mark.parametrize(
-    "slots", [Slots(8, 288, 8, 1), Slots(32, 288, 8, 4), Slots(48, 288, 1, 1), Slots(160, 320, 1, 1)]
-)
-def test_what_was_placed_beforehand_is_what_the_balancer_does_now(slots):
+@pytest.mark.parametrize("sizes", [(8, 288, 8, 1), (32, 288, 8, 4), (48, 288, 1, 1), (160, 320, 1, 1)])
+def test_what_was_placed_beforehand_is_what_the_balancer_does_now(sizes):
     """`python tools/make_placements.py` writes the file anew after a change to the balancer or to the default skew."""
-    found = precomputed_placements()[slots, True]
+    slots = Slots(*sizes)
+    found = skews.precomputed_placements()[slots, True]
     ends = zip((DEFAULT_SKEW.variation, DEFAULT_SKEW.low, DEFAULT_SKEW.high), DRIFT, strict=True)
     loads = tuple(drawn(variation, 256, drift) for variation, drift in ends)
     assert found == pytest.approx([mean for mean, _, _ in busiest(loads, slots, True)], rel=1e-7)
     bare = Slots(slots.ranks, 256 + -256 % slots.ranks, 1, 1)
     static = busiest(tuple(drawn(variation, 256, 0.0) for variation in (1.28, DEFAULT_SKEW.low, 2.19)), bare, False)
-    assert precomputed_placements()[bare, False] == pytest.approx([mean for mean, _, _ in static], rel=1e-7)
+    assert skews.precomputed_placements()[bare, False] == pytest.approx([mean for mean, _, _ in static], rel=1e-7)
 
 
 def test_what_a_balancer_leaves_is_its_own_policys_on_a_load_that_drifts():
@@ -85,24 +74,22 @@ def test_what_a_balancer_leaves_is_its_own_policys_on_a_load_that_drifts():
     assert figure.kinds == Kind.EXACT | Kind.ASSUMPTION
 
 
-def test_skew_is_read_from_a_trace(tmp_path, recorded):
+def test_skew_is_read_from_a_trace(tmp_path):
     path = tmp_path / "trace.json"
     path.write_text('{"tokens_per_expert": [[1, 1, 1, 1], [0, 0, 0, 4]]}')
     skew = read_skew(str(path))
-    assert (skew.variation, skew.low, skew.high) == counts_variation([[1, 1, 1, 1], [0, 0, 0, 4]])
-    assert skew.low == 0
-    assert skew.high == pytest.approx(3**0.5)
-    assert read_skew("zipf:0.5").variation == zipf_variation(0.5)
+    assert (skew.variation, skew.low, skew.high) == skews.counts_variation([[1, 1, 1, 1], [0, 0, 0, 4]])
+    assert (skew.low, skew.high) == (0, pytest.approx(3**0.5))
+    assert read_skew("zipf:0.5").variation == skews.zipf_variation(0.5)
     path.write_text("[1, 2, 3, 4]")
-    assert read_skew(str(path)).variation == counts_variation([[1, 2, 3, 4]])[0]
+    assert read_skew(str(path)).variation == skews.counts_variation([[1, 2, 3, 4]])[0]
 
 
 def test_a_recorded_load_is_placed_layer_by_layer_and_layers_without_tokens_are_left_out(recorded):
     rng = np.random.default_rng(0)
     load = np.round(np.exp(rng.normal(5, 1, (4, 256))))
     skew = read_skew(recorded("one.json", [*load, np.zeros(256)], physical_to_logical=[[0]]))
-    figure = slowest(skew, balanced=False)
-    found = balancedness(load, rebalance(np.ones((1, 256)), n_physical=288, ranks=32), 32).busiest
+    figure, found = slowest(skew, balanced=False), as_started(load)
     assert figure == pytest.approx(found)
     assert figure.low < found < figure.high
     assert figure.kinds == Kind.EXACT | Kind.MEASURED
@@ -116,8 +103,7 @@ def test_two_recordings_tell_the_drift(recorded):
     rng = np.random.default_rng(1)
     earlier = np.round(np.exp(rng.normal(5, 1, (4, 256))))
     later = np.round(earlier * np.exp(rng.normal(0, 0.3, (4, 256))))
-    files = recorded("earlier.json", earlier), recorded("later.json", later)
-    skew = read_skew(",".join(files))
+    skew = read_skew(f"{recorded('earlier.json', earlier)},{recorded('later.json', later)}")
     figure = slowest(skew, balanced=True)
     placed = rebalance(earlier, n_physical=288, ranks=32, groups=8)
     assert figure == pytest.approx(balancedness(later, placed, 32).busiest)
@@ -126,11 +112,9 @@ def test_two_recordings_tell_the_drift(recorded):
 
 
 def test_files_that_hold_no_loads_are_refused(tmp_path, recorded):
-    few = recorded("few.json", np.ones((2, 8)))
-    with pytest.raises(
-        UserError, match=r"2 layers of 8 experts, the second has 3 of 8; expected two recordings of one model"
-    ):
-        read_skew(f"{few},{recorded('more.json', np.ones((3, 8)))}")
+    two = ",".join(recorded(f"{layers}.json", np.ones((layers, 8))) for layers in (2, 3))
+    with pytest.raises(UserError, match=r"2 layers of 8 experts, the second has 3 of 8; expected two .* of one model"):
+        read_skew(two)
     with pytest.raises(UserError, match="no layer has a token"):
         read_skew(recorded("empty.json", np.zeros((2, 8))))
     for text in ('{"other": 1}', "[[1, -1]]", "[[1, 2], [3]]", "nothing"):

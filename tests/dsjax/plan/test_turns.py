@@ -19,11 +19,10 @@ def test_one_batch_takes_every_part_but_what_is_computed_while_its_rows_are_away
 
 
 def test_two_batches_hide_each_others_way_and_the_busier_side_counts():
-    one, two = (simulate_layers([LAYER] * n, 60).seconds / (60 * n) for n in (1, 2))
-    assert one == 12
+    one, two, three = (simulate_layers([LAYER] * n, 60) for n in (1, 2, 3))
+    assert one.seconds == 60 * 12
     # A batch of a layer takes 12 from attention to attention, in which two of them fit: neither side is then busy all the time.
-    assert two == pytest.approx(6, rel=0.02)
-    three = simulate_layers([LAYER] * 3, 60)
+    assert two.seconds / 120 == pytest.approx(6, rel=0.02)
     assert three.seconds / 180 == pytest.approx(5, rel=0.02)  # attention is busy throughout
     assert three.busy[ATTENTION] / three.seconds > 0.98
     assert three.busy[EXPERTS] == 60 * 3 * 4
@@ -37,11 +36,10 @@ def test_a_host_that_starts_everything_bounds_what_both_sides_do():
 
 
 def test_calls_over_one_connection_follow_each_other():
-    alone = simulate_layers([LAYER] * 2, 40)
     call = LAYER._replace(exchange=replace(EXCHANGE, one_call=True))
-    called = simulate_layers([call] * 2, 40)
-    assert alone.seconds / 80 == pytest.approx(6, rel=0.02)
-    assert called.seconds / 80 == pytest.approx(2 + 4 + 2, rel=0.02), "way there, experts and way back are one call"
+    alone, called = (simulate_layers([one] * 2, 40).seconds / 80 for one in (LAYER, call))
+    # Way there, experts and way back are one call.
+    assert (alone, called) == pytest.approx((6, 2 + 4 + 2), rel=0.02)
 
 
 def test_the_spans_of_a_thread_never_overlap():

@@ -1,6 +1,7 @@
 """A real server on a real port, over the fake executor of the engine's tests."""
 
 import contextlib
+import io
 import json
 import os
 import socket
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 from fake_executor import FakeExecutor
@@ -50,21 +52,15 @@ class LiveServer:
     ):
         self.executor = executor or FakeExecutor(**sizes)
         config = SchedulerConfig.from_limits(self.executor.limits, max_num_batched_tokens=32)
-        self.parts = EngineParts(
-            self.executor,
-            tokenizer or tiny_tokenizer(),
-            config,
-            EngineArgs(stream_interval=stream_interval),
-            eos_token_ids=eos,
-        )
+        args, tokenizer = EngineArgs(stream_interval=stream_interval), tokenizer or tiny_tokenizer()
+        self.parts = EngineParts(self.executor, tokenizer, config, args, eos_token_ids=eos)
         self.engine = (SharedEngine if front_ends else AsyncEngine)(self.parts)
         self.serving = Serving(
             self.engine, ("tiny", "alias"), "tiny", config.max_model_len, options or ServeOptions(), metrics=metrics
         )
         how = {"shutdown_timeout": shutdown_timeout, "log_level": "error", "warm_up": warm_up}
         if front_ends:
-            listeners = bind_shared("127.0.0.1", 0, front_ends)
-            listener = listeners[0]
+            listener, *_ = listeners = bind_shared("127.0.0.1", 0, front_ends)
             self.server = EngineServer.create(self.serving, self.parts, listeners, **how)
         else:
             listener = bind("127.0.0.1", 0)
@@ -81,21 +77,34 @@ class LiveServer:
         return sum(rank.pool.num_used for rank in self.parts.core.scheduler.ranks)
 
     def post(self, path: str, body=None, **options) -> httpx.Response:
-        return httpx.post(self.url + path, **({"json": body} if body is not None else {}), timeout=60, **options)
+        return httpx.post(self.url + path, **({"json": body} if body is not None else {}), timeout=240, **options)
 
-    def post_later(self, path: str, body=None) -> Future:
+    def post_later(self, path: str, body=None, **options) -> Future:
         pool = ThreadPoolExecutor(1)
-        answer = pool.submit(self.post, path, body)
+        answer = pool.submit(self.post, path, body, **options)
         pool.shutdown(wait=False)
         return answer
 
     def get(self, path: str, **options) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=60, **options)
+        return httpx.get(self.url + path, timeout=240, **options)
+
+    def stream(self, path: str, body) -> contextlib.AbstractContextManager[httpx.Response]:
+        return httpx.stream("POST", self.url + path, json=body, timeout=240)
+
+    def openai_client(self) -> "openai.OpenAI":
+        import openai
+
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=240)
 
     def connect(self, sent: bytes = b"") -> socket.socket:
-        connection = socket.create_connection(("127.0.0.1", int(self.url.rpartition(":")[2])), timeout=60)
+        connection = socket.create_connection(("127.0.0.1", int(self.url.rpartition(":")[2])), timeout=240)
         connection.sendall(sent)
         return connection
+
+    def exchange(self, sent: bytes) -> bytes:
+        """What comes back on a connection until the server closes it."""
+        with self.connect(sent) as connection:
+            return read_all(connection)
 
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
         families = text_string_to_metric_families(self.get("/metrics").text)
@@ -117,7 +126,7 @@ class LiveServer:
     def signal(self) -> None:
         self.server.handle_exit(15, None)
 
-    def join(self, seconds: float = 90.0) -> int | None:
+    def join(self, seconds: float = 240.0) -> int | None:
         self._thread.join(seconds)
         assert not self._thread.is_alive(), "the server hangs"
         return self.exit_code
@@ -128,6 +137,14 @@ class LiveServer:
             self.exit_code = self.server.serve_privately() if behind else self.server.serve_on(listener)
         except Exception as error:
             self.failure = error
+
+
+def read_all(connection: socket.socket) -> bytes:
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(65536):
+            received += part
+    return received
 
 
 @contextlib.contextmanager
@@ -149,3 +166,35 @@ def events(text: str) -> list[dict]:
     *lines, end = (line.removeprefix("data: ") for line in text.split("\n\n") if line)
     assert end == "[DONE]"
     return [json.loads(line) for line in lines]
+
+
+def named_events(text: str) -> list[dict]:
+    """What a stream has sent whose events are named by their type."""
+    sent = []
+    for event in filter(None, text.split("\n\n")):
+        name, data = event.split("\n")
+        sent.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {sent[-1]['type']}"
+    return sent
+
+
+def serve_alone(engine: AsyncEngine, shutdown_timeout: float = 60, options: ServeOptions | None = None) -> None:
+    """Serve in a process that `started` has begun, and print the port when it is ready."""
+    listener = bind("127.0.0.1", 0)
+    ready = lambda: print(listener.getsockname()[1], flush=True)  # noqa: E731
+    serving = Serving(engine, ("tiny",), "tiny", 128, options or ServeOptions())
+    sys.exit(Server(serving, shutdown_timeout=shutdown_timeout, log_level="error", on_ready=ready).serve_on(listener))
+
+
+def serve_by_command(executor: FakeExecutor, listener, shutdown_timeout: float, front_end_listeners=()) -> None:
+    """Like `serve_alone`, but through the command's `serve_model`, and without printing anything."""
+    from rich.console import Console
+    from test_command_line import FACTS
+
+    from dsjax.serve.command import serve_model
+    from dsjax.serve.logs import configure_logging
+
+    configure_logging("warning")
+    model, console = SimpleNamespace(parts=executor.parts(), facts=FACTS), Console(file=io.StringIO())
+    more = {"front_end_listeners": front_end_listeners}
+    sys.exit(serve_model(model, console, listener, ("tiny",), shutdown_timeout, "warning", **more))

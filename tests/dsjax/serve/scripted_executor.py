@@ -25,9 +25,8 @@ THINKING_TEMPLATE = (
 def tool_tokenizer(template: str = THINKING_TEMPLATE, special: bool = False) -> Tokenizer:
     """The tiny tokenizer with DeepSeek's tool markers as tokens, special ones or not."""
     backend = tokenizers.Tokenizer.from_str(tiny_backend().to_str())
-    markers = [
-        tokenizers.AddedToken(text, special=special, normalized=False) for text in FORMATS["deepseek_v31"].markers
-    ]
+    texts = FORMATS["deepseek_v31"].markers
+    markers = [tokenizers.AddedToken(text, special=special, normalized=False) for text in texts]
     backend.add_special_tokens(markers) if special else backend.add_tokens(markers)
     return Tokenizer(backend, {**CONFIG, "chat_template": template})
 
@@ -63,11 +62,9 @@ class ScriptedExecutor(FakeExecutor):
     def _score(self, token_id: int, position: int, count: int):
         """The token is the most probable one at even positions, and the second elsewhere."""
         other = (token_id + 1) % self.limits.vocab_size
-        if position % 2 == 0:
-            top = [(token_id, -float(position)), (other, -float(position) - 1)]
-            return token_id, -float(position), 1, top[:count]
-        top = [(other, -float(position) + 0.5), (token_id, -float(position))]
-        return token_id, -float(position), 2, top[:count]
+        own, rank = (token_id, -float(position)), 1 + position % 2
+        top = [own, (other, own[1] - 1)] if rank == 1 else [(other, own[1] + 0.5), own]
+        return *own, rank, top[:count]
 
     def set_recording(self, on: bool) -> None:
         self.recording = on
@@ -79,3 +76,10 @@ class ScriptedExecutor(FakeExecutor):
         places = np.array([[0, 1, 2, 0], [2, 1, 0, 1]])
         logical = np.array([[3, 1, 2], [6, 12, 4]])
         return ExpertCounts(tokens, np.array([3, 4], np.int64), logical, places, 2, 4096, 0.25)
+
+
+def scripted(tokenizer: Tokenizer | None = None, script: str = "", **sizes) -> dict:
+    """Arguments of a `LiveServer` whose model says a script. sizes: of the executor."""
+    tokenizer = tokenizer or tool_tokenizer()
+    executor = ScriptedExecutor(tokenizer, script, **sizes)
+    return {"tokenizer": tokenizer, "executor": executor, "eos": (tokenizer.eos_id,)}

@@ -24,16 +24,15 @@ def measurement(kind: str, more: str = "") -> str:
     )
 
 
+ROWS = (
+    ("memory", "load", "memory_share", "below = 0.9"),
+    ("restarts", "load", "restarts", "at_most = 0"),
+    ("errors", "load", "error_share", "at_most = 0"),
+    ("even", "balance", "rank_variation", "below = 0.2"),
+)
+HEAD = 'name = "own"\ndescription = "Promises of a small server"\n'
 CRITERIA = "\n".join(
-    (
-        'name = "own"\ndescription = "Promises of a small server"\n',
-        measurement("load", "windows = 3"),
-        measurement("balance"),
-        criterion("memory", "load", "memory_share", "below = 0.9"),
-        criterion("restarts", "load", "restarts", "at_most = 0"),
-        criterion("errors", "load", "error_share", "at_most = 0"),
-        criterion("even", "balance", "rank_variation", "below = 0.2"),
-    )
+    (HEAD, measurement("load", "windows = 3"), measurement("balance"), *(criterion(*row) for row in ROWS))
 )
 
 
@@ -76,14 +75,15 @@ def test_experts_loads_are_those_that_the_balancer_s_window_shows(accept, served
     metrics, recordings = Metrics("tiny", 4, 128, experts_per_device=2), []
     server = served(metrics)
     monkeypatch.setattr(server.executor, "set_recording", recordings.append)
-    code, body = accept(server.url, "--only", "even", "--vocab-size", "200")
+    even = (server.url, "--only", "even", "--vocab-size", "200", "--fresh")
+    code, body = accept(*even)
     assert code == 4
     assert "the experts' load is not recorded" in body["criteria"][0]["reason"]
     metrics.on_step(step([load(0)], balance=BalanceStats(windows=1, rank_tokens=(3, 5))))
-    code, body = accept(server.url, "--only", "even", "--vocab-size", "200", "--fresh")
+    code, body = accept(*even)
     assert (code, found(body)["even"]) == (3, ("missed", 0.25))
     metrics.on_step(step([load(0)], experts=experts([[5] * 8])))
     assert recordings == []
-    code, body = accept(server.url, "--only", "even", "--vocab-size", "200", "--fresh", "--admin-api-key", "root")
+    code, body = accept(*even, "--admin-api-key", "root")
     assert (code, found(body)["even"]) == (0, ("met", 0.0)), "a record outweighs the window"
     assert recordings == [True, False]

@@ -5,50 +5,48 @@ Its own client is in `tools/clients/test_anthropic.py`.
 
 import json
 
-import httpx
 import pytest
+from live_server import named_events
+from request_bodies import call, taking, tool
+from scripted_executor import scripted
 
 from dsjax.serve.tool_calls import FORMATS
 
 URL, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HELLO = {"role": "user", "content": "Weather?"}
 BODY = {"model": "tiny", "max_tokens": 200, "messages": [HELLO], "temperature": 0}
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+SCHEMA = taking(("city",), city="string")
 TOOL = {"name": "weather", "description": "of a city", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
 CALL = FORMATS["deepseek_v31"].calls([("weather", '{"city": "Bonn"}'), ("weather", '{"city": "Ulm"}')])
-USE = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Bonn"}}
+
+
+def text(said: str, **more) -> dict:
+    return {"type": "text", "text": said, **more}
+
+
+def thinking(said: str, signature: str = "") -> dict:
+    return {"type": "thinking", "thinking": said, "signature": signature}
+
+
+def use(city: str) -> dict:
+    return {"type": "tool_use", "name": "weather", "input": {"city": city}}
+
+
+def result(**more) -> dict:
+    return {"type": "tool_result", "tool_use_id": "a", "content": "19 °C", **more}
+
+
+USE = {**use("Bonn"), "id": "a"}
+RESULT = result(content=[text("19 °C")], is_error=False)
 HISTORY = [
     HELLO,
-    {
-        "role": "assistant",
-        "content": [
-            {"type": "thinking", "thinking": "Look.", "signature": "none"},
-            {"type": "text", "text": "One moment."},
-            USE,
-        ],
-    },
-    {
-        "role": "user",
-        "content": [
-            {"type": "text", "text": "Well?", "cache_control": {"type": "ephemeral"}},
-            {
-                "type": "tool_result",
-                "tool_use_id": "a",
-                "content": [{"type": "text", "text": "19 °C"}],
-                "is_error": False,
-            },
-        ],
-    },
+    {"role": "assistant", "content": [thinking("Look.", "none"), text("One moment."), USE]},
+    {"role": "user", "content": [text("Well?", cache_control={"type": "ephemeral"}), RESULT]},
 ]
-
-
-def events_of(answer) -> list[dict]:
-    events = []
-    for event in filter(None, answer.text.split("\n\n")):
-        name, data = event.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    return events
+CHAT_CALL = call("weather", '{"city": "Bonn"}', "a")
+CHAT_RESULT = {"role": "tool", "tool_call_id": "a", "content": "19 °C"}
+NO_THINKING = {"thinking": {"type": "disabled"}}
+ONE_CALL = {"type": "auto", "disable_parallel_tool_use": True}
 
 
 def built(events: list[dict]) -> list[dict]:
@@ -57,76 +55,36 @@ def built(events: list[dict]) -> list[dict]:
     for event in events:
         if event["type"] == "content_block_start":
             assert event["index"] == len(blocks) == done
-            blocks.append(dict(event["content_block"]))
-            if blocks[-1]["type"] == "tool_use":
-                blocks[-1]["input"] = ""
+            blocks.append(
+                event["content_block"] | ({"input": ""} if event["content_block"]["type"] == "tool_use" else {})
+            )
         elif event["type"] == "content_block_delta":
             kind = event["delta"]["type"].removesuffix("_delta")
             field, piece = ("input", "partial_json") if kind == "input_json" else (kind, kind)
             blocks[event["index"]][field] += event["delta"][piece]
         elif event["type"] == "content_block_stop":
             done += 1
-    for block in blocks:
-        if block["type"] == "tool_use":
-            block["input"] = json.loads(block["input"])
     assert done == len(blocks)
-    return blocks
+    return [block | {"input": json.loads(block["input"])} if block["type"] == "tool_use" else block for block in blocks]
 
 
-@pytest.mark.parametrize(
-    ("script", "more", "content", "stop_reason"),
-    [
-        (
-            "why</think>because",
-            {},
-            [{"type": "thinking", "thinking": "why", "signature": ""}, {"type": "text", "text": "because"}],
-            "end_turn",
-        ),
-        ("because", {"thinking": {"type": "disabled"}}, [{"type": "text", "text": "because"}], "end_turn"),
-        (
-            "why</think>because",
-            {"thinking": {"type": "adaptive", "display": "omitted"}},
-            [{"type": "text", "text": "because"}],
-            "end_turn",
-        ),
-        (
-            "12345",
-            {"thinking": {"type": "enabled", "budget_tokens": 2}},
-            [{"type": "thinking", "thinking": "12", "signature": ""}, {"type": "text", "text": "45"}],
-            "end_turn",
-        ),
-        ("</think>abc", {"max_tokens": 2}, [{"type": "text", "text": "a"}], "max_tokens"),
-        ("</think>abc", {"stop_sequences": ["c"]}, [{"type": "text", "text": "ab"}], "stop_sequence"),
-        (
-            "</think>Look." + CALL,
-            {"tools": [TOOL]},
-            [
-                {"type": "text", "text": "Look."},
-                {"type": "tool_use", "name": "weather", "input": {"city": "Bonn"}},
-                {"type": "tool_use", "name": "weather", "input": {"city": "Ulm"}},
-            ],
-            "tool_use",
-        ),
-        (
-            "</think>" + CALL,
-            {"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-            [{"type": "tool_use", "name": "weather", "input": {"city": "Bonn"}}],
-            "tool_use",
-        ),
-        (
-            "</think>" + CALL,
-            {"tools": [TOOL], "tool_choice": {"type": "none"}},
-            [{"type": "text", "text": CALL}],
-            "end_turn",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("script", "more", "content", "stop_reason"), [
+    ("why</think>because", {}, [thinking("why"), text("because")], "end_turn"),
+    ("because", NO_THINKING, [text("because")], "end_turn"),
+    ("why</think>because", {"thinking": {"type": "adaptive", "display": "omitted"}}, [text("because")], "end_turn"),
+    ("12345", {"thinking": {"type": "enabled", "budget_tokens": 2}}, [thinking("12"), text("45")], "end_turn"),
+    ("</think>abc", {"max_tokens": 2}, [text("a")], "max_tokens"),
+    ("</think>abc", {"stop_sequences": ["c"]}, [text("ab")], "stop_sequence"),
+    ("</think>Look." + CALL, {"tools": [TOOL]}, [text("Look."), use("Bonn"), use("Ulm")], "tool_use"),
+    ("</think>" + CALL, {"tools": [TOOL], "tool_choice": ONE_CALL}, [use("Bonn")], "tool_use"),
+    ("</think>" + CALL, {"tools": [TOOL], "tool_choice": {"type": "none"}}, [text(CALL)], "end_turn"),
+])  # fmt: skip
 def test_a_message_is_the_same_whole_and_streamed(start, script, more, content, stop_reason):
     server = start(script)
     message = server.post(URL, {**BODY, **more}).json()
     assert message["id"].startswith("msg_")
     assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "tiny")
-    events = events_of(server.post(URL, {**BODY, **more, "stream": True}))
+    events = named_events(server.post(URL, {**BODY, **more, "stream": True}).text)
     told = [event["type"] for event in events]
     assert (told[0], told[-2:]) == ("message_start", ["message_delta", "message_stop"])
     ended = {"stop_reason": stop_reason, "stop_sequence": "c" if stop_reason == "stop_sequence" else None}
@@ -143,23 +101,18 @@ def test_a_message_is_the_same_whole_and_streamed(start, script, more, content, 
     assert events[0]["message"]["content"] == []
 
 
-def test_a_forced_call_names_its_tool(start):
-    server = start(CALL)
-    body = {
-        **BODY,
-        "tools": [TOOL],
-        "tool_choice": {"type": "tool", "name": "weather"},
-        "thinking": {"type": "disabled"},
-    }
-    message = server.post(URL, body).json()
-    assert [(block["name"], block["input"]) for block in message["content"]] == [("weather", {"city": "Bonn"})]
-    body["tool_choice"] = {"type": "any"}
-    assert [block["input"]["city"] for block in server.post(URL, body).json()["content"]] == ["Bonn", "Ulm"]
+@pytest.mark.parametrize(
+    ("choice", "cities"), [({"type": "tool", "name": "weather"}, ["Bonn"]), ({"type": "any"}, ["Bonn", "Ulm"])]
+)
+def test_a_forced_call_names_its_tool(start, choice, cities):
+    message = start(CALL).post(URL, {**BODY, **NO_THINKING, "tools": [TOOL], "tool_choice": choice}).json()
+    assert [(block["name"], block["input"]) for block in message["content"]] == [
+        ("weather", {"city": city}) for city in cities
+    ]
 
 
 def test_arguments_that_were_cut_off_stand_as_text(start):
-    server = start(CALL)
-    message = server.post(URL, {**BODY, "tools": [TOOL], "thinking": {"type": "disabled"}, "max_tokens": 12}).json()
+    message = start(CALL).post(URL, {**BODY, **NO_THINKING, "tools": [TOOL], "max_tokens": 12}).json()
     assert message["stop_reason"] == "max_tokens"
     (arguments,) = message["content"][0]["input"].values()
     assert '{"city": "Bonn"}'.startswith(arguments)
@@ -168,94 +121,89 @@ def test_arguments_that_were_cut_off_stand_as_text(start):
 
 def test_the_prompt_is_that_of_the_same_chat(start):
     server = start()
-    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}
     chat = [
         {"role": "system", "content": "Be\nbrief."},
         HELLO,
-        {"role": "assistant", "content": "One moment.", "reasoning_content": "Look.", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "a", "content": "19 °C"},
+        {"role": "assistant", "content": "One moment.", "reasoning_content": "Look.", "tool_calls": [CHAT_CALL]},
+        CHAT_RESULT,
         {"role": "user", "content": "Well?"},
     ]
-    tools = [{"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": SCHEMA}}]
+    tools = [tool("weather", description="of a city", parameters=SCHEMA)]
     tokens = server.post("/tokenize", {"messages": chat, "tools": tools}).json()["count"]
-    system = [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]
-    asked = {"model": "tiny", "messages": HISTORY, "system": system, "tools": [TOOL]}
+    asked = {"model": "tiny", "messages": HISTORY, "system": [text("Be"), text("brief.")], "tools": [TOOL]}
     assert server.post(COUNT, asked).json() == {"input_tokens": tokens}
     usage = server.post(URL, {**asked, "max_tokens": 1}).json()["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == tokens
 
 
 def test_a_last_message_of_the_assistant_is_continued(start):
-    server = start("so it is")
     asked = {**BODY, "messages": [HELLO, {"role": "assistant", "content": "so"}]}
-    assert server.post(URL, asked).json()["content"][0]["text"] == " it is"
+    assert start("so it is").post(URL, asked).json()["content"][0]["text"] == " it is"
 
 
 def test_results_alone_are_no_message_of_the_user_and_an_answer_with_calls_is_not_continued(start):
     server = start()
-    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}
-    chat = [HELLO, {"role": "assistant", "content": "One moment.", "tool_calls": [call]}]
-    chat += [{"role": "tool", "tool_call_id": "a", "content": "19 °C"}]
-    answer = {"role": "assistant", "content": [{"type": "text", "text": "One moment."}, USE]}
-    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "19 °C"}]}
-    for told, messages in ((chat[:2], [HELLO, answer]), (chat, [HELLO, answer, result])):
+    chat = [HELLO, {"role": "assistant", "content": "One moment.", "tool_calls": [CHAT_CALL]}, CHAT_RESULT]
+    answer = {"role": "assistant", "content": [text("One moment."), USE]}
+    asked = [HELLO, answer]
+    for told, messages in ((chat[:2], asked), (chat, [*asked, {"role": "user", "content": [result()]}])):
         tokens = server.post("/tokenize", {"messages": told}).json()["count"]
         assert server.post(COUNT, {"model": "tiny", "messages": messages}).json() == {"input_tokens": tokens}
 
 
 def test_an_output_format_binds(start):
     config = {"format": {"type": "json_schema", "schema": {"type": "integer"}}, "effort": "high"}
-    answer = start("7").post(URL, {**BODY, "output_config": config, "thinking": {"type": "disabled"}})
+    answer = start("7").post(URL, {**BODY, **NO_THINKING, "output_config": config})
     assert [block["text"] for block in answer.json()["content"]] == ["7"]
 
 
 def test_fields_without_effect_are_named_in_a_warning(start):
-    answer = start("</think>ok").post(
-        URL, {**BODY, "container": "c", "service_tier": "auto", "metadata": {"user_id": "u"}}
-    )
+    fields = {"container": "c", "service_tier": "auto", "metadata": {"user_id": "u"}}
+    answer = start("</think>ok").post(URL, {**BODY, **fields})
     assert answer.headers["warning"] == '299 dsjax "without effect on this server: container"'
 
 
-@pytest.mark.parametrize(
-    ("more", "status", "words"),
-    [
-        ({"model": "other"}, 404, "does not exist"),
-        ({"max_tokens": 0}, 400, "max_tokens"),
-        ({"messages": []}, 400, "messages"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            400,
-            "found a part of type image",
-        ),
-        (
-            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "input": {}}]}]},
-            400,
-            "needs name",
-        ),
-        ({"messages": HISTORY[:1] + HISTORY[2:]}, 400, "which no message before it calls"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "custom"),
-        ({"tool_choice": {"type": "any"}}, 400, "tool_choice wants tools"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, 400, "needs a name"),
-        ({"messages": [{"role": "assistant", "content": [USE] * 200}, HELLO]}, 400, "at most 128 items"),
-    ],
-)
+def said_by(role: str, *content: dict) -> dict:
+    return {"messages": [{"role": role, "content": list(content)}]}
+
+
+@pytest.mark.parametrize(("more", "status", "words"), [
+    ({"model": "other"}, 404, "does not exist"),
+    ({"max_tokens": 0}, 400, "max_tokens"),
+    ({"messages": []}, 400, "messages"),
+    (said_by("user", {"type": "image", "source": {}}), 400, "found a part of type image"),
+    (said_by("assistant", {"type": "tool_use", "id": "a", "input": {}}), 400, "needs name"),
+    ({"messages": HISTORY[:1] + HISTORY[2:]}, 400, "which no message before it calls"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "custom"),
+    ({"tool_choice": {"type": "any"}}, 400, "tool_choice wants tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, 400, "needs a name"),
+    ({"messages": [{"role": "assistant", "content": [USE] * 200}, HELLO]}, 400, "at most 128 items"),
+])  # fmt: skip
 def test_errors_have_anthropic_s_shape(start, more, status, words):
     answer = start().post(URL, {**BODY, **more})
     assert answer.status_code == status
-    body = answer.json()
-    assert body["type"] == "error"
-    assert body["error"]["type"] in ("invalid_request_error", "not_found_error")
-    assert words in body["error"]["message"]
+    assert answer.json()["type"] == "error"
+    error = answer.json()["error"]
+    assert error["type"] in ("invalid_request_error", "not_found_error")
+    assert words in error["message"]
 
 
-def test_an_error_after_the_stream_has_begun_is_an_error_event(start):
-    server = start("a" * 200, step_seconds=0.05)
-    with httpx.stream("POST", server.url + URL, json={**BODY, "stream": True}, timeout=60) as answer:
+@pytest.mark.parametrize(
+    ("path", "body", "error", "expected"),
+    [
+        (URL, BODY, lambda last: last["error"]["type"], "api_error"),
+        ("/v1/responses", {"model": "tiny", "input": "hi"}, lambda last: last["code"], "shutting_down"),
+    ],
+    ids=["messages", "responses"],
+)
+def test_an_error_after_the_stream_has_begun_is_an_error_event(start_server, path, body, error, expected):
+    server = start_server(**scripted(script="</think>" + "a" * 400, step_seconds=0.1))
+    with server.stream(path, {**body, "stream": True}) as answer:
         lines = answer.iter_lines()
         next(lines)
         server.engine.abort_all()
-        data = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
-    assert (data[-1]["type"], data[-1]["error"]["type"]) == ("error", "api_error")
+        last = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")][-1]
+    assert (last["type"], error(last)) == ("error", expected)
 
 
 def test_the_key_comes_as_anthropic_s_clients_send_it(start):

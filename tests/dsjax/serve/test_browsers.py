@@ -4,6 +4,7 @@ import ssl
 
 import httpx
 import pytest
+from request_bodies import CHAT, MESSAGES, bearer
 
 from dsjax.errors import UserError
 from dsjax.serve.options import HttpOptions, ServeOptions
@@ -32,7 +33,7 @@ LkfyYozfncVskNVMDaTOoPHHWmkH0yHUCqT5tDrZ7XzPh9Gr3/cSgLL0
 
 PAGE = "https://chat.example"
 PREFLIGHT = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+BODY = {"messages": MESSAGES, "max_tokens": 2}
 
 
 @pytest.fixture(scope="module")
@@ -45,22 +46,20 @@ def files(tmp_path_factory):
 
 def test_pages_of_an_allowed_origin_may_read_answers_also_streamed(start_server):
     server = start_server(options=ServeOptions(allowed_origins=f'["{PAGE}"]', api_keys=("key",)))
-    asked = httpx.options(f"{server.url}/v1/chat/completions", headers=PREFLIGHT)
-    assert asked.status_code == 200
-    assert asked.headers["access-control-allow-origin"] == PAGE
-    key = {"Authorization": "Bearer key"}
-    for stream in (False, True):
-        body = {**CHAT, "stream": stream}
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers={"Origin": PAGE, **key})
-        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, PAGE)
-    refused = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, headers={"Origin": PAGE})
-    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE)
-    other = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, headers={"Origin": "http://evil.example", **key})
-    assert "access-control-allow-origin" not in other.headers
+
+    def allowed(origin=PAGE, key="key", stream=False) -> tuple[int, str | None]:
+        answer = server.post(CHAT, {**BODY, "stream": stream}, headers={"Origin": origin, **bearer(key)})
+        return answer.status_code, answer.headers.get("access-control-allow-origin")
+
+    asked = httpx.options(server.url + CHAT, headers=PREFLIGHT)
+    assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, PAGE)
+    assert allowed() == allowed(stream=True) == (200, PAGE)
+    assert allowed(key="wrong") == (401, PAGE)
+    assert allowed("http://evil.example") == (200, None)
 
 
 def test_no_other_origin_is_allowed_unless_one_is_named(server):
-    asked = httpx.options(f"{server.url}/v1/chat/completions", headers=PREFLIGHT)
+    asked = httpx.options(server.url + CHAT, headers=PREFLIGHT)
     assert (asked.status_code, asked.headers["allow"]) == (204, "POST")
     assert "access-control-allow-origin" not in asked.headers
 
@@ -81,19 +80,17 @@ def test_head_is_answered_as_get_without_its_body(server, path):
 
 def test_head_of_what_is_not_there_is_404_and_of_a_post_405(server):
     assert httpx.head(f"{server.url}/v1/models/other").status_code == 404
-    assert httpx.head(f"{server.url}/v1/chat/completions").status_code == 405
+    assert httpx.head(server.url + CHAT).status_code == 405
     assert httpx.options(f"{server.url}/nowhere").status_code == 404
 
 
 @pytest.mark.parametrize("front_ends", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_https_serves_answers_and_streams(start_server, files, front_ends):
     server = start_server(options=ServeOptions(**files), front_ends=front_ends)
-    url = server.url.replace("http:", "https:")
     context = ssl.create_default_context(cafile=files["ssl_certfile"])
-    with httpx.Client(verify=context) as client:
-        assert client.get(f"{url}/ready").json() == {"status": "ready", "compiling": False}
-        answer = client.post(f"{url}/v1/chat/completions", json=CHAT)
-        streamed = client.post(f"{url}/v1/chat/completions", json={**CHAT, "stream": True})
+    with httpx.Client(verify=context, base_url=server.url.replace("http:", "https:")) as client:
+        assert client.get("/ready").json() == {"status": "ready", "compiling": False}
+        answer, streamed = (client.post(CHAT, json={**BODY, "stream": stream}) for stream in (False, True))
     assert answer.json()["usage"]["completion_tokens"] == 2
     assert streamed.text.endswith("data: [DONE]\n\n")
 

@@ -5,6 +5,7 @@ import io
 import json
 import re
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from commands import run
@@ -29,36 +30,26 @@ from sharding import MeshError
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
 def test_every_engine_option_is_a_flag_of_both_commands_and_help_has_the_usual_ones_by_group(command):
-    usual, every = (
-        CliRunner().invoke(app, [command, page], env={"COLUMNS": "100", "TERM": "dumb"}).output
-        for page in ("--help", "--help-all")
-    )
-    flags = {page: set(re.findall(r"^  (--[a-z-]+)", page, re.MULTILINE)) for page in (usual, every)}
+    pages, terminal = ("--help", "--help-all"), {"COLUMNS": "100", "TERM": "dumb"}
+    usual, every = (CliRunner().invoke(app, [command, page], env=terminal).output for page in pages)
+    usual_flags, flags = (set(re.findall(r"^  (--[a-z-]+)", page, re.MULTILINE)) for page in (usual, every))
     options = [
         field for field in dataclasses.fields(EngineArgs) if field.name != "router"
     ]  # a class, which no text gives
-    assert {f"--{field.name.replace('_', '-')}" for field in options} <= flags[every]
-    assert {"--mesh", "--help-all"} <= flags[usual] < flags[every]
+    assert {f"--{field.name.replace('_', '-')}" for field in options} <= flags
+    assert {"--mesh", "--help-all"} <= usual_flags < flags
     assert len(usual.splitlines()) <= 120, "two screens"
-    assert (
-        {field.metadata["group"] for field in options}
-        == set(Group)
-        <= set(re.findall(r"^(\S.*):$", usual, re.MULTILINE))
-    )
-    assert "128 for DeepSeek-V4. [also: --block-size]" in " ".join(every.split()).replace(
-        "--block- size", "--block-size"
-    )
+    assert {field.metadata["group"] for field in options} == set(Group)
+    assert set(Group) <= set(re.findall(r"^(\S.*):$", usual, re.MULTILINE))
+    assert re.search(r"128 for DeepSeek-V4\. \[also: --block- ?size\]", " ".join(every.split()))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("dsjax.serve", "--mesh", "dp=3,sp=2"), "error: mesh 'dp=3,sp=2': found 'sp=2'"),
-        (("dsjax", "serve", "--mla-decode", "XY"), "error: --mla-decode is 'XY', expected one of CD"),
-        (("dsjax.generate", "--prompt", "a", "--temperature", "-1"), "error: temperature: found -1.0"),
-        (("dsjax", "info", "--model", "no-such-model"), "error: no model configuration at 'no-such-model'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("dsjax.serve", "--mesh", "dp=3,sp=2"), "error: mesh 'dp=3,sp=2': found 'sp=2'"),
+    (("dsjax", "serve", "--mla-decode", "XY"), "error: --mla-decode is 'XY', expected one of CD"),
+    (("dsjax.generate", "--prompt", "a", "--temperature", "-1"), "error: temperature: found -1.0"),
+    (("dsjax", "info", "--model", "no-such-model"), "error: no model configuration at 'no-such-model'"),
+])  # fmt: skip
 def test_a_user_s_mistake_is_one_line_without_a_traceback(arguments, message):
     done = run(*arguments)
     assert done.returncode == 2
@@ -70,26 +61,18 @@ GROUP = ("--num-processes", "2", "--coordinator-address", "127.0.0.1:1", "--mesh
 EXPERTS = ("--afd-role", "expert", "--attention-mesh", "dp=2", "--expert-mesh", "ep=2", "--afd-address", "127.0.0.1:1")
 
 
-@pytest.mark.parametrize(
-    ("given", "port"),
-    [
-        ((), 8000),
-        ((*GROUP, "--process-id", "0"), 8000),
-        ((*GROUP, "--process-id", "1"), 0),
-        ((*GROUP, "--process-id", "1", "--port", "8000"), 8000),
-        (EXPERTS, 0),
-    ],
-)
+@pytest.mark.parametrize(("given", "port"), [
+    ((), 8000),
+    ((*GROUP, "--process-id", "0"), 8000),
+    ((*GROUP, "--process-id", "1"), 0),
+    ((*GROUP, "--process-id", "1", "--port", "8000"), 8000),
+    (EXPERTS, 0),
+])  # fmt: skip
 def test_only_the_process_with_the_server_takes_the_usual_port_unasked(monkeypatch, given, port):
-    asked = []
-
-    def bind(host, port):
-        asked.append(port)
-        raise UserError("enough")
-
+    bind = Mock(side_effect=UserError("enough"))
     monkeypatch.setattr(server, "bind", bind)
     CliRunner().invoke(app, ["serve", *given])
-    assert asked == [port]
+    assert [called.args[1] for called in bind.call_args_list] == [port]
 
 
 def test_info_writes_documented_json(tmp_path):
@@ -120,33 +103,27 @@ def test_info_counts_bytes_of_a_device_of_a_mesh_and_the_cache_for_the_layers_of
 
 
 def test_info_takes_hub_ids_and_downloads_only_the_configuration(monkeypatch, tmp_path):
-    import huggingface_hub
-
-    (tmp_path / "config.json").write_text(json.dumps(describe("demo")["config"]))
-    asked = []
-
-    def download(repository, **options):
-        asked.append((repository, options["allow_patterns"], options["revision"]))
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    demo, download = describe("demo"), Mock(return_value=str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(demo["config"]))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     facts = describe("somebody/model", revision="main")
-    assert asked == [("somebody/model", ["config.json"], "main")]
-    assert (facts["path"], facts["parameters"]["main_model"]) == (
-        str(tmp_path),
-        describe("demo")["parameters"]["main_model"],
-    )
+    (called,) = download.call_args_list
+    assert called.args == ("somebody/model",)
+    assert (called.kwargs["allow_patterns"], called.kwargs["revision"]) == (["config.json"], "main")
+    assert facts["path"] == str(tmp_path)
+    assert facts["parameters"]["main_model"] == demo["parameters"]["main_model"]
 
 
-def test_generate_writes_prompts_and_continuations_in_order_and_says_which_failed():
-    out, engine = io.StringIO(), LLMEngine(FakeExecutor(num_ranks=2).parts())
+@pytest.fixture
+def engine():
+    return LLMEngine(FakeExecutor(num_ranks=2).parts())
+
+
+def test_generate_writes_prompts_and_continuations_in_order_and_says_which_failed(engine):
+    out = io.StringIO()
     engine.core.executor.non_finite.add(7)
-    add_request, seeds = engine.add_request, {"1": 7}
-
-    def add_with_seed(request_id, prompt, params):
-        add_request(request_id, prompt, dataclasses.replace(params, seed=seeds.get(request_id)))
-
-    engine.add_request = add_with_seed
+    add, seeds = engine.add_request, {"1": 7}
+    engine.add_request = lambda id, prompt, params: add(id, prompt, dataclasses.replace(params, seed=seeds.get(id)))
     params = SamplingParams(temperature=0, max_tokens=9, output_kind=OutputKind.DELTA)
     prompts, tokenizer = ["def main", "import", "x"], engine.tokenizer
     failures = write_continuations(out, engine, prompts, params)
@@ -156,8 +133,7 @@ def test_generate_writes_prompts_and_continuations_in_order_and_says_which_faile
     assert out.getvalue() == f"{first}\n\nimport\n\n{third}\n"
 
 
-def test_generate_ends_with_1_and_one_line_when_a_prompt_fails(monkeypatch):
-    engine = LLMEngine(FakeExecutor(num_ranks=2).parts())
+def test_generate_ends_with_1_and_one_line_when_a_prompt_fails(engine, monkeypatch):
     monkeypatch.setattr("dsjax.llm.LLM", lambda **options: SimpleNamespace(engine=engine))
     failed = {0: "the values are not finite"}
     monkeypatch.setattr("dsjax.cli.generate.write_continuations", lambda *_, **__: failed)
@@ -183,44 +159,25 @@ def test_generate_refuses_a_standard_input_that_has_no_text(monkeypatch, prompts
         _standard_input()
 
 
-def test_generate_in_chat_form_uses_the_template_and_says_when_there_is_none():
-    out, engine = io.StringIO(), LLMEngine(FakeExecutor(num_ranks=2).parts())
-    params = SamplingParams(temperature=0, max_tokens=5, output_kind=OutputKind.DELTA)
+def test_generate_in_chat_form_uses_the_template_and_says_when_there_is_none(engine):
+    out = io.StringIO()
+    params, tokenizer = SamplingParams(temperature=0, max_tokens=5, output_kind=OutputKind.DELTA), engine.tokenizer
     write_continuations(out, engine, ["hi"], params, chat=True)
-    tokenizer = engine.tokenizer
-    ids = tokenizer.encode(
-        tokenizer.chat_template.render([{"role": "user", "content": "hi"}]), add_special_tokens=False
-    )
+    text = tokenizer.chat_template.render([{"role": "user", "content": "hi"}])
+    ids = tokenizer.encode(text, add_special_tokens=False)
     assert out.getvalue() == tokenizer.decode(expected_tokens(ids, 5)) + "\n"
-    engine.tokenizer.chat_template = None
+    tokenizer.chat_template = None
     with pytest.raises(UserError, match="--chat"):
         write_continuations(out, engine, ["hi"], params, chat=True)
 
 
 FACTS = EngineFacts(
-    model="demo",
-    parameters=10_047_264,
-    mesh="dp=4,tp=8",
-    mesh_shape={"dp": 1, "ep": 4, "tp": 8},
-    platform="cpu",
-    device_kind="cpu",
-    num_devices=32,
-    num_processes=1,
-    dp_ranks=4,
-    physical_experts_per_device=2,
-    dtype="float32",
-    weights="f32",
-    dispatch={"prefill": "padded", "decode": "gather"},
-    mla={"prefill": "CC", "decode": "A_CC_ME"},
-    weight_bytes={"attention": 1_000_000, "routed experts": 2_000_000},
-    cache_bytes=500_000,
-    cache_tokens=131_072,
-    page_size=16,
-    max_model_len=2048,
-    max_num_seqs=64,
-    max_num_batched_tokens=2048,
-    prefill_chunk=256,
-)
+    model="demo", parameters=10_047_264, dtype="float32", weights="f32", cache_bytes=500_000, cache_tokens=131_072, page_size=16,
+    weight_bytes={"attention": 1_000_000, "routed experts": 2_000_000}, physical_experts_per_device=2, prefill_chunk=256,
+    mesh="dp=4,tp=8", mesh_shape={"dp": 1, "ep": 4, "tp": 8}, dp_ranks=4, num_devices=32, num_processes=1, device_kind="cpu",
+    dispatch={"prefill": "padded", "decode": "gather"}, mla={"prefill": "CC", "decode": "A_CC_ME"}, platform="cpu",
+    max_model_len=2048, max_num_seqs=64, max_num_batched_tokens=2048,
+)  # fmt: skip
 
 
 def screen(**changed) -> str:
@@ -231,29 +188,19 @@ def screen(**changed) -> str:
 
 
 DRAFTS = {"method": "mtp", "num_speculative_tokens": 2}
+PER_BATCH_SIZE = "num_speculative_tokens_per_batch_size"
+SEPARATED = {"prefill_meshes": ["dp=2"], "prefill_sizes": PrefillSizes(2, 4, 16_384, 8_192, 64_000, 1_000)}
 RANGES = [[1, 8, 2], [9, 64, 1], [65, 4096, 0]]
 
 
-@pytest.mark.parametrize(
-    ("changed", "line"),
-    [
-        ({"speculation": DRAFTS}, "the MTP module drafts 2 tokens a row"),
-        (
-            {"speculation": DRAFTS | {"num_speculative_tokens_per_batch_size": RANGES}},
-            "a row: 2 with 1 to 8, 1 with 9 to 64, 0 with 65 or more running on a rank",
-        ),
-        (
-            {"speculation": DRAFTS | {"num_speculative_tokens_per_batch_size": "auto"}},
-            "drafts up to 2 tokens a row, by step times",
-        ),
-        ({"activation_scheme": "dynamic"}, "activations are quantised"),
-        (
-            {"prefill_meshes": ["dp=2"], "prefill_sizes": PrefillSizes(2, 4, 16_384, 8_192, 64_000, 1_000)},
-            "up to 4 prompts under way, and a step up to 16,384 tokens, 8,192 of one prompt; its cache holds 32,000; "
-            "prompts of 1,000 tokens or more are computed where they are decoded",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changed", "line"), [
+    ({"speculation": DRAFTS}, "the MTP module drafts 2 tokens a row"),
+    ({"speculation": DRAFTS | {PER_BATCH_SIZE: RANGES}}, "2 with 1 to 8, 1 with 9 to 64, 0 with 65 or more running on a rank"),
+    ({"speculation": DRAFTS | {PER_BATCH_SIZE: "auto"}}, "drafts up to 2 tokens a row, by step times"),
+    ({"activation_scheme": "dynamic"}, "activations are quantised"),
+    (SEPARATED, "up to 4 prompts under way, and a step up to 16,384 tokens, 8,192 of one prompt; its cache holds 32,000; "),
+    (SEPARATED, "prompts of 1,000 tokens or more are computed where they are decoded"),
+])  # fmt: skip
 def test_the_start_up_screen_has_a_line_for_what_is_not_usual(changed, line):
     if "speculation" in changed:
         changed = {"speculation": dataclasses.asdict(SpeculativeConfig.parse(changed["speculation"]))}
@@ -263,30 +210,18 @@ def test_the_start_up_screen_has_a_line_for_what_is_not_usual(changed, line):
 
 @pytest.mark.parametrize(("shape", "devices"), [((1, 4, 8), 32), ((8, 1, 4), 32), ((1, 1, 1), 1), ((1, 144, 1), 144)])
 def test_the_start_up_screen_shows_mesh_bytes_capacity_and_url(shape, devices):
-    console = Console(file=io.StringIO(), width=120)
-    facts = dataclasses.replace(
-        FACTS, mesh_shape=dict(zip(("dp", "ep", "tp"), shape, strict=True)), num_devices=devices
-    )
-    show_facts(console, facts)
+    console, mesh_shape = Console(file=io.StringIO(), width=120), dict(zip(("dp", "ep", "tp"), shape, strict=True))
+    show_facts(console, dataclasses.replace(FACTS, mesh_shape=mesh_shape, num_devices=devices))
     show_url(console, "http://127.0.0.1:8123", ("demo",))
     text = console.file.getvalue()
     for expected in (
-        "dp=4,tp=8",
-        "routed experts",
-        "2,000,000",
-        "3,500,000",
+        *("dp=4,tp=8", "routed experts", "2,000,000", "3,500,000", "http://127.0.0.1:8123/v1"),
         "131,072 tokens in pages of 16, 32,768 on each of 4 DP ranks",
         "up to 2,048 tokens a request; the cache of a rank holds 16.0 of that length at once",
-        "http://127.0.0.1:8123/v1",
     ):
         assert expected in text
-    shown = {
-        int(number)
-        for line in text.splitlines()
-        if "[" in line
-        for number in re.findall(r"(?<=[\[· ])\d+(?=[·\]])", line)
-    }
-    assert shown >= set(range(min(devices, 16)))
+    drawn = "\n".join(line for line in text.splitlines() if "[" in line)
+    assert set(map(int, re.findall(r"(?<=[\[· ])\d+(?=[·\]])", drawn))) >= set(range(min(devices, 16)))
 
 
 def test_the_warm_up_bar_counts():
@@ -300,7 +235,7 @@ def test_the_warm_up_bar_counts():
 
 def test_without_a_terminal_the_decode_and_the_prefill_engine_say_how_far_they_are():
     parts = FakeExecutor(num_ranks=2).parts()
-    parts.prefills = (parts.core.executor,)  # it has what a link has of a warm-up
+    parts.prefill_links = (parts.core.executor,)  # it has what a link has of a warm-up
     console = Console(file=io.StringIO(), width=120)
     with warm_up_bar(console) as progress:
         parts.warm_up(progress)

@@ -25,6 +25,7 @@ from dsjax.serve.options import ServeOptions
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "configs" / "observability"
+COLUMNS = ("metric", "type", "labels", "meaning")
 RULES = ("alerts.yml", "alerts-h20-32.yml")
 ADDED_BY_PROMETHEUS = {"instance", "job", "le"}
 WORDS = {"by", "without", "on", "ignoring", "and", "or", "unless", "bool", "scalar"}
@@ -50,10 +51,8 @@ def metrics() -> list[dict[str, str]]:
     for registry in (filled().registry, prefill, follower.registry, HeadlessExperts(ServeOptions()).registry):
         for family in registry.families:
             name = f"{family.name}_total" if family.kind == "counter" else family.name
-            labels = ", ".join(family.labelnames)
-            rows.setdefault(
-                name, {"metric": name, "type": family.kind, "labels": labels, "meaning": family.documentation}
-            )
+            values = (name, family.kind, ", ".join(family.labelnames), family.documentation)
+            rows.setdefault(name, dict(zip(COLUMNS, values, strict=True)))
     return list(rows.values())
 
 
@@ -74,11 +73,8 @@ def expressions() -> list[str]:
 
 def names_and_labels(expression: str) -> tuple[set[str], list[tuple[str, str]], set[str]]:
     """(metric names, (name, label) of each matcher, labels that are grouped by) of a PromQL expression."""
-    grouped = {
-        label.strip()
-        for labels in re.findall(r"\b(?:by|without|on) \(([^)]*)\)", expression)
-        for label in labels.split(",")
-    }
+    lists = re.findall(r"\b(?:by|without|on) \(([^)]*)\)", expression)
+    grouped = {label.strip() for labels in lists for label in labels.split(",")}
     bare = re.sub(r"\b(?:by|without|on) \([^)]*\)", " ", expression)
     bare = re.sub(r"\[[^\]]*\]", "", bare)
     matchers = [
@@ -162,6 +158,6 @@ def test_promtool_finds_no_fault_in_the_exposition():
 
 
 if __name__ == "__main__":
-    writer = csv.DictWriter(sys.stdout, ["metric", "type", "labels", "meaning"], lineterminator="\n")
+    writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(metrics())

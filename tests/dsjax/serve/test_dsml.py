@@ -1,28 +1,25 @@
 """DSML calls are read out of the text in the same way, however it is cut, and the grammar of forced calls takes what is read."""
 
-import itertools
 import json
 import re
 from pathlib import Path
 
-import httpx
-import openai
 import pytest
 import tokenizers
+from cut_text import CUTS, message_of, takes
 from hypothesis import given
 from hypothesis import strategies as st
 from live_server import LiveServer
-from scripted_executor import ScriptedExecutor
+from request_bodies import CHAT, taking, tool
+from scripted_executor import scripted
 from tiny_tokenizer import CONFIG, tiny_backend
 
 from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.text.prompt_encoder import ASSISTANT, DSML, ENCODERS, EOS, THINK, THINK_END
-from dsjax.engine.text.structured import GrammarCompiler
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.chat_prompt import conversation_prompt
 from dsjax.serve.dsml import DSML_FORMATS, DsmlParser
 from dsjax.serve.message_parser import MessageParser, ReasoningSplitter, Section
-from dsjax.serve.tool_calls import MessagePiece
 
 V32, V4 = DSML_FORMATS["deepseek_v32"], DSML_FORMATS["deepseek_v4"]
 WEATHER = ("get_weather", {"city": 'Kö"ln\n<b></b>', "days": 3, "where": {"a": [1, None]}, "ok": True})
@@ -43,18 +40,7 @@ def block(*calls: str) -> str:
 
 
 def parse(text: str, cuts=(), form=V32, splitter: ReasoningSplitter | None = None) -> dict:
-    """The message that the pieces make, without ids, which are new each time."""
-    parser = MessageParser(splitter, form.parser(128), True)
-    places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    pieces = [parser.push(text[a:b]) for a, b in itertools.pairwise(places)] + [parser.push("", finished=True)]
-    whole = MessagePiece(
-        reasoning="".join(piece.reasoning for piece in pieces),
-        content="".join(piece.content for piece in pieces),
-        tool_calls=[delta for piece in pieces for delta in piece.tool_calls],
-    ).message()
-    for call in whole.get("tool_calls", ()):
-        assert call.pop("id").startswith("call_")
-    return whole
+    return message_of(MessageParser(splitter, form.parser(128), True), text, cuts)
 
 
 def calls_of(message: dict) -> list[tuple[str, str]]:
@@ -95,74 +81,58 @@ def test_each_turn_of_a_conversation_with_tools_is_read_from_deepseek_s_prompt_a
             assert read.get("reasoning") == (message["reasoning_content"] if thinks else None)
             assert (read["content"] or "") == (message.get("content") or "")
             assert [name for name, _ in calls_of(read)] == [call["name"] for call in calls]
-            assert [json.loads(given) for _, given in calls_of(read)] == [
-                json.loads(call["arguments"]) for call in calls
-            ]
+            for (_, arguments), call in zip(calls_of(read), calls, strict=True):
+                assert json.loads(arguments) == json.loads(call["arguments"])
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("no call", "no call", []),
-        ("a < b, <｜DS", "a < b, <｜DS", []),
-        (block(), "", []),
-        (f"a{END}b</{DSML}invoke>", "ab", []),
-        ("x\n\n" + block(invoke("f")) + "\n\ny", "x\n\ny", [("f", "{}")]),
-        (block(f'<{DSML}invoke name="f"/>\n', invoke("g")), None, [("f", "{}"), ("g", "{}")]),
-        (invoke("f", parameter("a", "1")), None, [("f", '{"a": "1"}')]),
-        (block(invoke("f", '{"a": [1]}')), None, [("f", '{"a": [1]}')]),
-        (block(invoke("f", parameter("a", "it's so", "false"))), None, [("f", '{"a": "it\'s so"}')]),
-        (block(invoke("f", parameter("a", "NaN", "false"))), None, [("f", '{"a": "NaN"}')]),
-        (
-            block(invoke("f", f'<{DSML}parameter name="a">1</{DSML}parameter>', parameter("b", "2"))),
-            None,
-            [("f", '{"b": "2"}')],
-        ),
-        (
-            f'<{DSML}invoke name="f">{parameter("a", "1")[:-18]}</{DSML}invoke>' + invoke("g"),
-            None,
-            [("f", '{"a": "1"}'), ("g", "{}")],
-        ),
-        (f'<{DSML}invoke name="f">\n<{DSML}invoke name="g">\n{END}', None, [("f", "{}"), ("g", "{}")]),
-        (f'<{DSML}invoke name="f">{parameter("a", "1")[:-18]}{END}y', "y", [("f", '{"a": "1"}')]),
-        (f'<{DSML}invoke name="f"/>', None, [("f", "{}")]),
-        (invoke("f", parameter("a", "1"), '{"b": 2}'), None, [("f", '{"a": "1"}')]),
-    ],
-)
+F = f'<{DSML}invoke name="f">'
+OPEN_ENDED = parameter("a", "1")[:-18]
+KINDLESS = f'<{DSML}parameter name="a">1</{DSML}parameter>'
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), [
+    ("no call", "no call", []),
+    ("a < b, <｜DS", "a < b, <｜DS", []),
+    (block(), "", []),
+    (f"a{END}b</{DSML}invoke>", "ab", []),
+    ("x\n\n" + block(invoke("f")) + "\n\ny", "x\n\ny", [("f", "{}")]),
+    (block(f'<{DSML}invoke name="f"/>\n', invoke("g")), None, [("f", "{}"), ("g", "{}")]),
+    (invoke("f", parameter("a", "1")), None, [("f", '{"a": "1"}')]),
+    (block(invoke("f", '{"a": [1]}')), None, [("f", '{"a": [1]}')]),
+    (block(invoke("f", parameter("a", "it's so", "false"))), None, [("f", '{"a": "it\'s so"}')]),
+    (block(invoke("f", parameter("a", "NaN", "false"))), None, [("f", '{"a": "NaN"}')]),
+    (block(invoke("f", KINDLESS, parameter("b", "2"))), None, [("f", '{"b": "2"}')]),
+    (F + f"{OPEN_ENDED}</{DSML}invoke>" + invoke("g"), None, [("f", '{"a": "1"}'), ("g", "{}")]),
+    (f'{F}\n<{DSML}invoke name="g">\n{END}', None, [("f", "{}"), ("g", "{}")]),
+    (f"{F}{OPEN_ENDED}{END}y", "y", [("f", '{"a": "1"}')]),
+    (f'<{DSML}invoke name="f"/>', None, [("f", "{}")]),
+    (invoke("f", parameter("a", "1"), '{"b": 2}'), None, [("f", '{"a": "1"}')]),
+])  # fmt: skip
 def test_models_do_not_always_write_what_they_should(text, content, calls):
     message = parse(text)
     assert (message["content"], calls_of(message)) == (content, calls)
     assert parse(text, range(len(text))) == message
 
 
-@pytest.mark.parametrize(
-    ("cut_off", "arguments"),
-    [
-        (f'<{DSML}invoke name="f">\n<{DSML}parameter name="a" string="true">Kö', '{"a": "Kö'),
-        (f'<{DSML}invoke name="f">\n<{DSML}parameter name="a" string="false">[1, ', '{"a": [1, '),
-        (f'<{DSML}invoke name="f">\n<{DSML}parameter name="a" str', ""),
-        (f'<{DSML}invoke name="f', None),
-    ],
-)
+@pytest.mark.parametrize(("cut_off", "arguments"), [
+    (f'{F}\n<{DSML}parameter name="a" string="true">Kö', '{"a": "Kö'),
+    (f'{F}\n<{DSML}parameter name="a" string="false">[1, ', '{"a": [1, '),
+    (f'{F}\n<{DSML}parameter name="a" string="true">Kö</{DSML}para', '{"a": "Kö'),
+    (f'{F}\n{{"a": 1</{DSML}inv', '{"a": 1'),
+    (f'{F}\n<{DSML}parameter name="a" str', ""),
+    (f'<{DSML}invoke name="f', None),
+])  # fmt: skip
 def test_a_call_that_is_cut_off_keeps_the_arguments_so_far(cut_off, arguments):
     message = parse(block()[: -len(END)] + cut_off)
     assert calls_of(message) == ([] if arguments is None else [("f", arguments)])
 
 
 PIECES = [f"<{DSML}function_calls>", END, f'<{DSML}invoke name="', 'f">', "\n", f"</{DSML}invoke>", "/>", "{}"]
-PIECES += [
-    f'<{DSML}parameter name="',
-    'a" string="true">',
-    'b" string="false">',
-    f"</{DSML}parameter>",
-    "1",
-    " x",
-    '"',
-    "<｜",
-]
+PIECES += [f'<{DSML}parameter name="', 'a" string="true">', 'b" string="false">', f"</{DSML}parameter>"]
+PIECES += ["1", " x", '"', "<｜"]
 
 
-@given(st.lists(st.sampled_from(PIECES), max_size=20).map("".join), st.lists(st.integers(0, 400), max_size=6))
+@given(st.lists(st.sampled_from(PIECES), max_size=20).map("".join), CUTS)
 def test_cuts_change_nothing(text, cuts):
     assert parse(text, cuts) == parse(text)
 
@@ -193,9 +163,13 @@ def dsml_tokenizer(special: bool | None) -> Tokenizer:
     return Tokenizer(backend, CONFIG)
 
 
-TOOL = {
-    "name": "f",
-    "parameters": {
+def encoding_tokenizer(encoder: str) -> Tokenizer:
+    """The tokenizer of a model without a template."""
+    return Tokenizer(dsml_tokenizer(True)._backend, {**CONFIG, "chat_template": None, "prompt_encoder": encoder})
+
+
+TOOL = tool(
+    parameters={
         "type": "object",
         "properties": {
             "text": {"type": "string", "description": "any"},
@@ -204,108 +178,92 @@ TOOL = {
             "place": {"$ref": "#/$defs/place"},
         },
         "required": ["text"],
-        "$defs": {"place": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}},
+        "$defs": {"place": taking(("x",), x="integer")},
     },
-}
-OPEN = {"name": "g", "parameters": {"type": "object", "additionalProperties": {"type": "integer"}}}
+)
+TEXT, DAY = parameter("text", "a"), parameter("day", '"mon"', "false")
+OPEN = tool("g", parameters={"type": "object", "additionalProperties": {"type": "integer"}})
 
 
 @pytest.mark.parametrize("special", [True, False, None])
-@pytest.mark.parametrize(
-    ("call", "taken"),
-    [
-        (invoke("f", parameter("text", "a</b>\n<c"), parameter("unit", "F")), True),
-        (
-            invoke(
-                "f", parameter("text", ""), parameter("day", '"mon"', "false"), parameter("place", '{"x": 1}', "false")
-            ),
-            True,
-        ),
-        (invoke("f", parameter("unit", "F")), False),
-        (invoke("f", parameter("text", "a"), parameter("unit", "K")), False),
-        (invoke("f", parameter("text", "a"), parameter("day", '"1"', "false")), False),
-        (invoke("f", parameter("text", "a"), parameter("place", '{"y": 1}', "false")), False),
-        (invoke("f", parameter("text", "a"), parameter("other", "a")), False),
-        (invoke("g", '{"any": 3}'), True),
-        (invoke("g", '{"any": "3"}'), False),
-        (invoke("h", parameter("text", "a")), False),
-    ],
-)
+@pytest.mark.parametrize(("call", "taken"), [
+    (invoke("f", parameter("text", "a</b>\n<c"), parameter("unit", "F")), True),
+    (invoke("f", parameter("text", ""), DAY, parameter("place", '{"x": 1}', "false")), True),
+    (invoke("f", parameter("unit", "F")), False),
+    (invoke("f", TEXT, parameter("unit", "K")), False),
+    (invoke("f", TEXT, parameter("day", '"1"', "false")), False),
+    (invoke("f", TEXT, parameter("place", '{"y": 1}', "false")), False),
+    (invoke("f", TEXT, parameter("other", "a")), False),
+    (invoke("g", '{"any": 3}'), True),
+    (invoke("g", '{"any": "3"}'), False),
+    (invoke("h", TEXT), False),
+])  # fmt: skip
 def test_the_grammar_binds_the_schema(special, call, taken):
     tokenizer = dsml_tokenizer(special)
-    grammar = V32.grammar([{"function": TOOL}, {"function": OPEN}], tokenizer, several=True)
-    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
-    constraint = compiler.compile(StructuredOutputs(grammar=grammar))
-    text = "\n\n" + block(call)
-    complete = all(constraint.take(token) is None for token in tokenizer.encode(text, add_special_tokens=False))
-    assert (complete and constraint.take(tokenizer.eos_id) is None) is taken
+    grammar, text = V32.grammar([TOOL, OPEN], tokenizer, several=True), "\n\n" + block(call)
+    assert takes(tokenizer, grammar, text) is taken
     if taken:
         assert len(calls_of(parse(text))) == 1
 
 
-def test_an_answer_in_the_form_asked_for_may_come_instead_of_a_call():
+@pytest.mark.parametrize(
+    ("text", "taken"), [("[1]", True), ("\n\n" + block(invoke("g", '{"a": 1}')), True), ("{}", False)]
+)
+def test_an_answer_in_the_form_asked_for_may_come_instead_of_a_call(text, taken):
     tokenizer, instead = dsml_tokenizer(special=True), StructuredOutputs(json={"type": "array"})
-    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
-    for text, taken in (("[1]", True), ("\n\n" + block(invoke("g", '{"a": 1}')), True), ("{}", False)):
-        grammar = V32.grammar([{"function": OPEN}], tokenizer, several=True, instead=instead)
-        constraint = compiler.compile(StructuredOutputs(grammar=grammar))
-        assert all(constraint.take(id) is None for id in tokenizer.encode(text, add_special_tokens=False)) is taken
+    assert takes(tokenizer, V32.grammar([OPEN], tokenizer, several=True, instead=instead), text) is taken
 
 
 @pytest.fixture(scope="module", params=DSML_FORMATS)
 def chat(request):
-    """A server of a model without a template, whose answers are scripted, a client of it, and the model's format."""
-    made = dsml_tokenizer(special=True)
-    tokenizer = Tokenizer(made._backend, {**CONFIG, "chat_template": None, "prompt_encoder": request.param})
-    executor = ScriptedExecutor(tokenizer, max_model_len=4096, pages_per_rank=1025)
-    with LiveServer(tokenizer=tokenizer, executor=executor, eos=(tokenizer.eos_id,)) as live:
-        yield live, openai.OpenAI(base_url=f"{live.url}/v1", api_key="none"), DSML_FORMATS[request.param]
+    """A server of a model without a template, whose answers are scripted, and the model's format."""
+    model = scripted(encoding_tokenizer(request.param), max_model_len=4096, pages_per_rank=1025)
+    with LiveServer(**model) as live:
+        yield live, DSML_FORMATS[request.param]
 
 
 def prompt_of(live: LiveServer, asked: dict) -> str:
-    tokens = httpx.post(f"{live.url}/tokenize", json=asked).json()["tokens"]
-    return httpx.post(f"{live.url}/detokenize", json={"tokens": tokens}).json()["prompt"]
+    tokens = live.post("/tokenize", asked).json()["tokens"]
+    return live.post("/detokenize", {"tokens": tokens}).json()["prompt"]
 
 
 MESSAGES = [{"role": "user", "content": "Weather?"}]
-WEATHER_TOOL = {"name": WEATHER[0], "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+TOOLS = [tool(WEATHER[0], parameters=taking(city="string"))]
+ASKED = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "temperature": 0}
 
 
 def test_a_model_without_a_template_chats_with_tools_in_its_own_format(chat):
-    live, client, form = chat
+    live, form = chat
     live.executor.script = "Look it up.</think>One moment." + form.calls([WEATHER])
-    asked = {"model": "tiny", "messages": MESSAGES, "tools": [{"type": "function", "function": WEATHER_TOOL}]}
-    asked |= {"max_tokens": 1000, "temperature": 0, "extra_body": {"chat_template_kwargs": {"thinking": True}}}
-    message = client.chat.completions.create(**asked).choices[0].message
+    thinking = {"chat_template_kwargs": {"thinking": True}}
+    asked, create = {**ASKED, "max_tokens": 1000, "extra_body": thinking}, live.openai_client().chat.completions.create
+    message = create(**asked).choices[0].message
     assert (message.reasoning_content, message.content) == ("Look it up.", "One moment.")
     (called,) = message.tool_calls
     assert (called.function.name, json.loads(called.function.arguments)) == WEATHER
-    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+    deltas = [chunk.choices[0].delta for chunk in create(**asked, stream=True)]
     assert "".join(delta.content or "" for delta in deltas) == "One moment."
     pieces = [delta.tool_calls[0].function.arguments for delta in deltas if delta.tool_calls]
     assert "".join(pieces) == called.function.arguments
 
     history = [*MESSAGES, message.model_dump(exclude_none=True, exclude={"refusal", "annotations", "reasoning"})]
     history.append({"role": "tool", "tool_call_id": called.id, "content": "18 °C"})
-    prompt = prompt_of(live, {"messages": history, "tools": asked["tools"], **asked["extra_body"]})
+    prompt = prompt_of(live, {"messages": history, "tools": TOOLS, **thinking})
     assert f"<think>Look it up.</think>One moment.{form.calls([WEATHER])}<｜end▁of▁sentence｜>" in prompt
-    assert re.search(
-        r"<(tool_)?result>18 °C</(tool_)?result>(\n</function_results>\n\n|<｜Assistant｜>)<think>$", prompt
-    )
+    result, then = r"<(tool_)?result>18 °C</(tool_)?result>", r"(\n</function_results>\n\n|<｜Assistant｜>)<think>$"
+    assert re.search(result + then, prompt)
 
 
 def test_the_prompt_is_the_encoder_s_and_a_forced_call_is_one(chat):
-    live, _, _ = chat
+    live, form = chat
     asked = {"messages": [{"role": "developer", "content": "Be brief."}, *MESSAGES], "model": "tiny"}
     asked["chat_template_kwargs"] = {"enable_thinking": True}
     assert prompt_of(live, asked) == "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Weather?<｜Assistant｜><think>"
-    assert httpx.get(f"{live.url}/tokenizer_info").json()["chat_template"] is None
-    live, client, form = chat
+    assert live.get("/tokenizer_info").json()["chat_template"] is None
     live.executor.script = form.calls([("get_weather", {"city": "Köln"})])
-    asked = {"model": "tiny", "messages": MESSAGES, "tools": [{"type": "function", "function": WEATHER_TOOL}]}
-    choice = client.chat.completions.create(**asked, tool_choice="required", max_tokens=300, temperature=0).choices[0]
-    assert choice.finish_reason == "tool_calls"
-    assert choice.message.tool_calls[0].function.arguments == '{"city": "Köln"}'
+    (choice,) = live.post(CHAT, {**ASKED, "tool_choice": "required", "max_tokens": 300}).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert calls_of(choice["message"]) == [("get_weather", '{"city": "Köln"}')]
 
 
 @pytest.mark.parametrize(
@@ -317,19 +275,14 @@ def test_the_prompt_is_the_encoder_s_and_a_forced_call_is_one(chat):
     ],
 )
 def test_a_forced_call_of_a_function_with_a_broken_schema_is_refused(chat, parameters):
-    live, _, _ = chat
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    body = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": "required"}
-    answer = live.post("/v1/chat/completions", body)
-    assert answer.status_code == 400
+    live, _ = chat
+    asked = {**ASKED, "tools": [tool(parameters=parameters)], "tool_choice": "required"}
+    assert live.post(CHAT, asked).status_code == 400
 
 
 @pytest.mark.parametrize("name", DSML_FORMATS)
 def test_a_conversation_given_in_python_has_the_same_prompt(name):
-    tokenizer = Tokenizer(
-        dsml_tokenizer(special=True)._backend, {**CONFIG, "chat_template": None, "prompt_encoder": name}
-    )
-    tools = [{"type": "function", "function": WEATHER_TOOL}]
-    given = {"messages": MESSAGES, "tools": tools, "chat_template_kwargs": {"thinking": True}}
+    tokenizer = encoding_tokenizer(name)
+    given = {"messages": MESSAGES, "tools": TOOLS, "chat_template_kwargs": {"thinking": True}}
     prompt = tokenizer.decode(conversation_prompt(tokenizer, **given).token_ids, skip_special_tokens=False)
-    assert prompt == ENCODERS[name]().render(MESSAGES, tools=tools, thinking=True)
+    assert prompt == ENCODERS[name]().render(MESSAGES, tools=TOOLS, thinking=True)

@@ -29,26 +29,31 @@ def request(params: SamplingParams, max_tokens: int) -> Request:
     return Request("a", [5, 6], 2, params, max_tokens, 1)
 
 
+def sent_over(message, kind):
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)
+
+
+def arrived(params: SamplingParams, *requests: Request) -> NewRequest:
+    """A new request as the engine's process reads it."""
+    return sent_over(NewRequest.from_prepared(PreparedRequest("a", None, [5, 6], params, [*requests]), 1), NewRequest)
+
+
 def test_the_parameters_of_a_request_arrive_whether_somebody_gave_max_tokens_and_without_stop_strings():
     for params in (SamplingParams(max_tokens=None), SamplingParams(max_tokens=9), SamplingParams()):
-        sent = NewRequest.from_prepared(PreparedRequest("a", None, [5, 6], params, [request(params, 30)]), 1)
-        got = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=NewRequest)
+        got = arrived(params, request(params, 30))
         assert got.params == params
         assert got.to_requests([None])[0].max_tokens == 30
     form = StructuredOutputs(choice=["a", "b"], structured_after=3)
     others = {"allowed_token_ids": [1, 2], "bad_words": ["c"], "logit_bias": {7: -1}, "output_kind": OutputKind.DELTA}
     params = SamplingParams(n=2, seed=4, stop=["\ud800"], temperature=0, structured_outputs=form, **others)
-    sent = NewRequest.from_prepared(PreparedRequest("a", None, [5, 6], params, [request(params, 9)] * 2), 1)
-    got = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=NewRequest)
-    assert got.params == dataclasses.replace(params, stop=())
+    assert arrived(params, request(params, 9), request(params, 9)).params == dataclasses.replace(params, stop=())
 
 
 def test_a_request_that_the_new_mesh_cannot_hold_ends_with_the_same_code_behind_a_front_end():
     params = SamplingParams(max_tokens=9)
     refused = RowResult(error="the cache holds 4 tokens", kind=ErrorKind.NO_ROOM)
     entry = _Owner(SimpleNamespace(), 7).to_entry(Update(request(params, 9), refused, FinishReason.ERROR))
-    told = msgspec.msgpack.decode(msgspec.msgpack.encode(StepUpdates([entry])), type=FromEngine)
-    _, result, _, _ = told.updates[0]
+    ((_, result, _, _),) = sent_over(StepUpdates([entry]), FromEngine).updates
     assert error_kind(params, result) is ErrorKind.NO_ROOM
 
 
@@ -58,7 +63,7 @@ def test_an_update_arrives_as_it_was_with_its_progress_until_the_first_token_and
     for result, reason in ((RowResult(), None), (scored, None), (RowResult([9]), None), (None, FinishReason.ABORT)):
         one.rank, one.num_preemptions, one.num_cached_tokens = 2, len(entries), 1
         entries.append(owner.to_entry(Update(one, result, reason)))
-    told = msgspec.msgpack.decode(msgspec.msgpack.encode(StepUpdates(entries)), type=FromEngine).updates
+    told = sent_over(StepUpdates(entries), FromEngine).updates
     assert msgspec.msgpack.encode(told) == msgspec.msgpack.encode(entries)
     assert told[1][1].scores == scored.scores
     assert [progress and progress.num_preemptions for *_, progress in told] == [0, 1, None, 3]
@@ -67,56 +72,31 @@ def test_an_update_arrives_as_it_was_with_its_progress_until_the_first_token_and
     assert (theirs.rank, theirs.num_preemptions, theirs.num_cached_tokens) == (2, 3, 1)
 
 
+LIMITS = FakeExecutor().limits
 WELCOME = Welcome(
-    options=ServeOptions(),
-    scheduler=SchedulerConfig.from_limits(FakeExecutor().limits, max_num_batched_tokens=16),
-    tokenizer=None,
-    vocab_size=FakeExecutor().limits.vocab_size,
-    eos_token_ids=[0],
-    seed=0,
-    stream_interval=1,
-    model_names=["tiny"],
-    model_root="tiny",
-    max_model_len=64,
-    num_ranks=1,
-    orders_by_priority=False,
-    created=0,
-    log_level="error",
-    log_json=False,
-    engine_address="",
-)
+    options=ServeOptions(), scheduler=SchedulerConfig.from_limits(LIMITS, max_num_batched_tokens=16), tokenizer=None, eos_token_ids=[0],
+    vocab_size=LIMITS.vocab_size, seed=0, stream_interval=1, model_names=["tiny"], model_root="tiny", max_model_len=64, num_ranks=1,
+    orders_by_priority=False, created=0, log_level="error", log_json=False, engine_address="",
+)  # fmt: skip
 
 
-class Answering:
-    """A channel whose other end answers every question with a refusal, or with None."""
-
-    def __init__(self, **refusal):
-        self.sent, self._refusal = [], refusal
-
-    def send(self, message):
-        self.sent.append(message)
-
-    async def ask(self, question):
-        self.send(question(1))
-        return AddResponse(1, **self._refusal)
-
-
-@pytest.mark.parametrize(
-    ("refusal", "error"),
-    [
-        ({}, None),
-        ({"refusal": "no such form", "param": "structured_outputs.regex"}, SamplingError),
-        ({"refusal": "it failed", "failed": True}, RuntimeError),
-        ({"refusal": "one waits"}, ApiError),
-    ],
-)
+@pytest.mark.parametrize(("refusal", "error"), [
+    ({}, None),
+    ({"refusal": "no such form", "param": "structured_outputs.regex"}, SamplingError),
+    ({"refusal": "it failed", "failed": True}, RuntimeError),
+    ({"refusal": "one waits"}, ApiError),
+])  # fmt: skip
 def test_a_front_end_leaves_a_grammar_to_the_engine_s_process_and_waits_for_what_that_says(refusal, error):
-    engine = RemoteEngine(WELCOME, tiny_tokenizer())
-    engine.channel = Answering(**refusal)
+    engine, sent = RemoteEngine(WELCOME, tiny_tokenizer()), []
+
+    async def ask(question):
+        sent.append(question(1))
+        return AddResponse(1, **refusal)
+
+    engine.channel = SimpleNamespace(send=sent.append, ask=ask)
     params = SamplingParams(structured_outputs=StructuredOutputs(regex="("))  # which does not compile
     with nullcontext() if error is None else pytest.raises(error, match=refusal["refusal"]):
         asyncio.run(engine.submit("a", [[1, 2], [3]], params))
     assert engine.num_unfinished == (2 if error is None else 0)
-    [add] = engine.channel.sent  # nothing is aborted that was refused
-    assert [one.token_ids for one in add.requests] == [[1, 2], [3]]
-    assert add.number == 1
+    [add] = sent  # nothing is aborted that was refused
+    assert (add.number, [one.token_ids for one in add.requests]) == (1, [[1, 2], [3]])

@@ -4,27 +4,23 @@ import re
 
 import httpx
 import pytest
+from request_bodies import CHAT, COMPLETIONS, MESSAGES
 
 from dsjax.serve.chat_fields import ChatRequest
 from dsjax.serve.routing import DirectRoutes
 from dsjax.serve.sampling_fields import CompletionRequest
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-MESSAGES = [{"role": "user", "content": "hi"}]
+RESPONSES = "/v1/responses"
+GREEDY = {"max_tokens": 3, "temperature": 0}
 
 
 def test_neutral_values_of_fields_are_accepted_and_content_in_parts_is_joined(server):
     body = {"prompt": "a", "presence_penalty": 0.0, "logit_bias": {}, "best_of": 1, "echo": False, "user": "me"}
     assert server.post(COMPLETIONS, body).status_code == 200
-    body = {"messages": MESSAGES, "tools": [], "response_format": {"type": "text"}, "max_tokens": 2}
-    assert server.post(CHAT, body).status_code == 200
-    parts = [{"type": "text", "text": "hi"}]
-    whole, in_parts = (
-        server.post(
-            CHAT, {"messages": [{"role": "user", "content": content}], "max_tokens": 6, "temperature": 0}
-        ).json()
-        for content in ("hi", parts)
-    )
+    body = {"messages": MESSAGES, "tools": [], "response_format": {"type": "text"}, **GREEDY}
+    whole = server.post(CHAT, body).json()
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    in_parts = server.post(CHAT, {**body, "messages": parts}).json()
     assert whole["choices"][0]["message"] == in_parts["choices"][0]["message"]
 
 
@@ -41,18 +37,15 @@ def test_a_field_that_is_null_is_a_field_left_out(server, path, schema, body):
     assert given.json()["choices"] == left_out.json()["choices"]
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (COMPLETIONS, {"prompt": "a", "n": 0}),
-        (COMPLETIONS, {"prompt": "a", "stream": True}),
-        (CHAT, {"messages": MESSAGES, "max_tokens": 0}),
-        ("/v1/responses", {"input": "a", "max_output_tokens": 0, "previous_response_id": "resp_1"}),
-        ("/tokenize", {"prompt": "a"}),
-        ("/tokenize", {"messages": MESSAGES}),
-        ("/detokenize", {"tokens": [-1]}),
-    ],
-)
+@pytest.mark.parametrize(("path", "body"), [
+    (COMPLETIONS, {"prompt": "a", "n": 0}),
+    (COMPLETIONS, {"prompt": "a", "stream": True}),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 0}),
+    (RESPONSES, {"input": "a", "max_output_tokens": 0, "previous_response_id": "resp_1"}),
+    ("/tokenize", {"prompt": "a"}),
+    ("/tokenize", {"messages": MESSAGES}),
+    ("/detokenize", {"tokens": [-1]}),
+])  # fmt: skip
 def test_every_route_says_first_that_a_model_is_not_there(server, path, body):
     answer = server.post(path, {"model": "nobody", **body})
     assert answer.status_code == 404, answer.text
@@ -71,31 +64,21 @@ def test_the_schema_describes_every_answer(server):
     assert "HTTPValidationError" not in schema["components"]["schemas"]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "headers", "is_usual"),
-    [
-        (COMPLETIONS, {"prompt": "ab", "max_tokens": 3, "temperature": 0, "logprobs": 1}, {}, True),
-        (COMPLETIONS, {"prompt": "ab", "max_tokens": 3, "temperature": 0, "stream": True}, {}, True),
-        (CHAT, {"messages": MESSAGES, "max_tokens": 3, "temperature": 0}, {"X-Session-Affinity": "mine"}, True),
-        (
-            "/v1/responses",
-            {"model": "tiny", "input": "hi", "max_output_tokens": 3, "temperature": 0, "store": False},
-            {},
-            True,
-        ),
-        (COMPLETIONS, {"prompt": "a", "max_tokens": 3, "model": "nobody"}, {}, True),
-        (COMPLETIONS, {"prompt": "a", "n": 0}, {}, True),
-        (COMPLETIONS, {"prompt": "a"}, {"X-Data-Parallel-Rank": "7000"}, True),
-        (COMPLETIONS, {"prompt": "a", "top_p": "x"}, {}, False),
-        (COMPLETIONS, [], {}, False),
-        (COMPLETIONS, {"prompt": "a"}, {"X-Data-Parallel-Rank": "-1"}, False),
-        (COMPLETIONS, {"prompt": "a"}, {"X-Session-Affinity": "m" * 5000}, False),
-        (COMPLETIONS + "/", {"prompt": "a"}, {}, False),
-    ],
-)
-def test_a_usual_request_gets_the_answer_that_it_would_get_by_fastapi_s_way(
-    server, monkeypatch, path, body, headers, is_usual
-):
+@pytest.mark.parametrize(("path", "body", "headers", "is_usual"), [
+    (COMPLETIONS, {"prompt": "ab", **GREEDY, "logprobs": 1}, {}, True),
+    (COMPLETIONS, {"prompt": "ab", **GREEDY, "stream": True}, {}, True),
+    (CHAT, {"messages": MESSAGES, **GREEDY}, {"X-Session-Affinity": "mine"}, True),
+    (RESPONSES, {"model": "tiny", "input": "hi", "max_output_tokens": 3, "temperature": 0, "store": False}, {}, True),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 3, "model": "nobody"}, {}, True),
+    (COMPLETIONS, {"prompt": "a", "n": 0}, {}, True),
+    (COMPLETIONS, {"prompt": "a"}, {"X-Data-Parallel-Rank": "7000"}, True),
+    (COMPLETIONS, {"prompt": "a", "top_p": "x"}, {}, False),
+    (COMPLETIONS, [], {}, False),
+    (COMPLETIONS, {"prompt": "a"}, {"X-Data-Parallel-Rank": "-1"}, False),
+    (COMPLETIONS, {"prompt": "a"}, {"X-Session-Affinity": "m" * 5000}, False),
+    (COMPLETIONS + "/", {"prompt": "a"}, {}, False),
+])  # fmt: skip
+def test_a_usual_request_gets_the_answer_of_fastapi_s_way(server, monkeypatch, path, body, headers, is_usual):
     taken, read = [], DirectRoutes._parse
     monkeypatch.setattr(DirectRoutes, "_parse", lambda self, *given: taken.append(read(self, *given)) or taken[-1])
 
@@ -105,7 +88,7 @@ def test_a_usual_request_gets_the_answer_that_it_would_get_by_fastapi_s_way(
         return response.status_code, text, sorted(response.headers.keys() - {"date"})
 
     usual = answer("application/json; charset=utf-8")
-    assert [one is not None for one in taken] == [is_usual] * (path in (COMPLETIONS, CHAT, "/v1/responses"))
+    assert [one is not None for one in taken] == [is_usual] * (path in (COMPLETIONS, CHAT, RESPONSES))
     taken.clear()
     assert answer("application/vnd.openai+json") == usual  # which FastAPI takes as well
     assert not any(taken)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not any(DEMO.glob("*.safetensors")), reason="the
 def server():
     """The address of `python -m dsjax.serve` in a process of its own, which Ctrl-C ends cleanly once it is idle."""
     command = [sys.executable, "-m", "dsjax.serve", "--port", "0", "--mesh", "dp=32", *options()]
-    served = Processes([command], stuck=600)
+    served = Processes([command])
     try:
         served.wait_for(0, "serving demo at", 300)
         yield re.search(r"serving demo at (http://[\d.:]+)", served.output[0]).group(1)

@@ -14,9 +14,7 @@ TOKENIZER = tiny_tokenizer()
 
 @pytest.fixture
 def client(server):
-    import openai
-
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return server.openai_client()
 
 
 def engine_text(prompt, **params) -> str:
@@ -32,29 +30,23 @@ def test_64_clients_at_once_streamed_and_not_get_the_engine_s_own_text(server):
     import openai
 
     prompts = [f"def f{i}(): return {'wörld ' * (i % 5)}" for i in range(64)]
-    options = {"model": "tiny", "max_tokens": 20, "temperature": 0.0}
 
-    async def whole(client, prompt):
-        return (await client.completions.create(prompt=prompt, **options)).choices[0].text
-
-    async def streamed(client, prompt):
-        stream = await client.completions.create(prompt=prompt, stream=True, **options)
-        return "".join([chunk.choices[0].text async for chunk in stream])
+    async def ask(client, prompt, stream):
+        asked = {"model": "tiny", "prompt": prompt, "max_tokens": 20, "temperature": 0}
+        answer = await client.completions.create(**asked, stream=stream)
+        return "".join([chunk.choices[0].text async for chunk in answer]) if stream else answer.choices[0].text
 
     async def main():
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            ways = [whole, streamed]
-            return await asyncio.gather(*(ways[i % 2](client, prompt) for i, prompt in enumerate(prompts)))
+            return await asyncio.gather(*(ask(client, prompt, i % 2 == 1) for i, prompt in enumerate(prompts)))
 
-    texts = asyncio.run(asyncio.wait_for(main(), 60))
+    texts = asyncio.run(asyncio.wait_for(main(), 240))
     assert texts == [engine_text(prompt, max_tokens=20, temperature=0) for prompt in prompts]
     assert len(set(texts)) > 50
     assert server.pages_in_use == 0
 
 
-@pytest.mark.parametrize(
-    ("prompt", "count"), [("ab", 1), (["ab", "cd"], 2), ([5, 6, 7], 1), ([[5, 6], [7, 8], [9]], 3)]
-)
+@pytest.mark.parametrize(("prompt", "count"), [("ab", 1), (["ab", "cd"], 2), ([5, 6], 1), ([[5, 6], [7, 8], [9]], 3)])
 def test_prompts_come_in_four_forms(client, prompt, count):
     answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=4, temperature=0, n=2)
     assert [choice.index for choice in answer.choices] == list(range(2 * count))
@@ -91,13 +83,13 @@ def chat_tokens(count: int) -> list[int]:
 def test_chat_renders_the_template_and_streams_what_it_answers_whole(client):
     options = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 12, "temperature": 0}
     whole = client.chat.completions.create(**options)
-    assert whole.choices[0].message.content == TOKENIZER.decode(chat_tokens(12))
-    assert whole.choices[0].message.role == "assistant"
-    assert whole.choices[0].finish_reason == "length"
+    (choice,) = whole.choices
+    assert (choice.message.content, choice.message.role) == (TOKENIZER.decode(chat_tokens(12)), "assistant")
+    assert choice.finish_reason == "length"
     chunks = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **options))
     assert chunks[0].choices[0].delta.role == "assistant"
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == whole.choices[0].message.content
+    assert text == choice.message.content
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
     assert chunks[-1].choices == []
     assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
@@ -121,9 +113,10 @@ def test_chat_without_a_limit_runs_to_the_end_of_the_context(client, server):
 
 
 def test_stop_strings_end_the_text(client):
-    full = client.completions.create(model="tiny", prompt="ab", max_tokens=12, temperature=0).choices[0].text
+    asked = {"model": "tiny", "prompt": "ab", "max_tokens": 12, "temperature": 0}
+    full = client.completions.create(**asked).choices[0].text
     stop = full[4:6]
-    choice = client.completions.create(model="tiny", prompt="ab", max_tokens=12, temperature=0, stop=stop).choices[0]
+    choice = client.completions.create(**asked, stop=stop).choices[0]
     assert choice.text == full[: full.index(stop)]
     assert choice.finish_reason == "stop"
 
@@ -149,5 +142,3 @@ def test_errors_are_the_client_s_own_exceptions(client):
     with pytest.raises(openai.BadRequestError, match=r"and at least 1 more must fit, together \d+") as full:
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a" * 300}])
     assert full.value.body["message"].endswith("; shorten the prompt")
-    with pytest.raises(openai.BadRequestError, match=r"messages\.0\.role"):
-        client.chat.completions.create(model="tiny", messages=[{"role": "robot", "content": "a"}])

@@ -13,23 +13,14 @@ pytestmark = pytest.mark.slow  # all together
 
 SCRIPT = """
 import sys
-from live_server import FakeExecutor, AsyncEngine, Serving, Server, bind
-executor = FakeExecutor(step_seconds=float(sys.argv[1]))
-serving = Serving(AsyncEngine(executor.parts()), ("tiny",), "tiny", 128)
-listener = bind("127.0.0.1", 0)
-port = listener.getsockname()[1]
-ready = lambda: print(port, flush=True)
-sys.exit(Server(serving, shutdown_timeout=float(sys.argv[2]), log_level="error", on_ready=ready).serve_on(listener))
+from live_server import AsyncEngine, FakeExecutor, serve_alone
+serve_alone(AsyncEngine(FakeExecutor(step_seconds=float(sys.argv[1])).parts()), float(sys.argv[2]))
 """
 
-# Compiles 500 shapes of `argv[1]` seconds each, through the command's own `serve_model`.
+# Compiles 500 shapes of `argv[1]` seconds each.
 WARMING_SCRIPT = """
-import io, sys, time, types
-from live_server import FakeExecutor, bind
-from rich.console import Console
-from test_command_line import FACTS
-from dsjax.serve.command import serve_model
-from dsjax.serve.logs import configure_logging
+import sys, time
+from live_server import FakeExecutor, bind, serve_by_command
 
 class SlowToCompile(FakeExecutor):
     def warm_up(self, progress, lazily):
@@ -38,10 +29,7 @@ class SlowToCompile(FakeExecutor):
             print("shape", done, flush=True)
             time.sleep(float(sys.argv[1]))
 
-configure_logging("warning")
-model = types.SimpleNamespace(parts=SlowToCompile().parts(), facts=FACTS)
-listener = bind("127.0.0.1", 0)
-sys.exit(serve_model(model, Console(file=io.StringIO()), listener, ("tiny",), float(sys.argv[2]), "warning"))
+serve_by_command(SlowToCompile(), bind("127.0.0.1", 0), float(sys.argv[2]))
 """
 
 
@@ -67,7 +55,7 @@ def test_a_second_signal_ends_at_once_even_while_a_step_hangs(start):
 
 
 def test_a_signal_during_warm_up_ends_after_the_shape_that_is_being_compiled(start):
-    process, _ = start(0.2, 10, WARMING_SCRIPT)
+    process, _ = start(1.0, 60, WARMING_SCRIPT)
     process.send_signal(signal.SIGTERM)
     out, errors = process.communicate(timeout=240)
     assert (process.returncode, errors) == (0, "")

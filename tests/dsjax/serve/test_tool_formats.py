@@ -15,18 +15,15 @@ def chosen(name: str, **config) -> str | None:
     return form and form.name
 
 
-@pytest.mark.parametrize(
-    ("config", "name"),
-    [
-        ({"chat_template": f"{{{{ '{SEPARATOR}' }}}}"}, "deepseek_v31"),
-        ({"chat_template": f"{{{{ '{SEPARATOR} ```json' }}}}"}, "deepseek_v3"),
-        ({"chat_template": "<|tool_calls_section_begin|>"}, "kimi_k2"),
-        ({"chat_template": "<｜DSML｜function_calls>"}, "deepseek_v32"),
-        ({"prompt_encoder": "deepseek_v32"}, "deepseek_v32"),
-        ({"prompt_encoder": "deepseek_v4"}, "deepseek_v4"),
-        ({"chat_template": "{{ 1 }}"}, None),
-    ],
-)
+@pytest.mark.parametrize(("config", "name"), [
+    ({"chat_template": f"{{{{ '{SEPARATOR}' }}}}"}, "deepseek_v31"),
+    ({"chat_template": f"{{{{ '{SEPARATOR} ```json' }}}}"}, "deepseek_v3"),
+    ({"chat_template": "<|tool_calls_section_begin|>"}, "kimi_k2"),
+    ({"chat_template": "<｜DSML｜function_calls>"}, "deepseek_v32"),
+    ({"prompt_encoder": "deepseek_v32"}, "deepseek_v32"),
+    ({"prompt_encoder": "deepseek_v4"}, "deepseek_v4"),
+    ({"chat_template": "{{ 1 }}"}, None),
+])  # fmt: skip
 def test_auto_takes_the_format_that_the_prompts_have(config, name):
     assert chosen("auto", **config) == name
 

@@ -13,7 +13,7 @@ from dsjax.bench.accept.kinds.load import tokens_between
 from dsjax.bench.accept.test_bed import NotTestedError, TestBed
 from dsjax.bench.serve.records import RequestRecord
 
-_BACK = 0.9
+_RECOVERED_SHARE = 0.9
 """Share of the pre-fault token rate at which a server counts as recovered."""
 _MOST_WARM_UP = 120.0
 """Maximum seconds to wait for as many answers as sessions before the fault."""
@@ -22,38 +22,31 @@ _LEAST_WINDOW, _TOKENS_OF_WINDOW = 2.0, 100
 
 
 class FaultTimes(NamedTuple):
-    """Phases of a fault measurement, in seconds since the load began.
+    """Phases of a fault measurement, in seconds since the load began."""
 
-    steady: sessions are warm. begun, broken: fault hook started, ended. mending, mended: `-end` hook started, ended. over: watch ended.
-    """
-
-    steady: float
-    begun: float
-    broken: float
-    mending: float
-    mended: float
-    over: float
+    steady: float  # sessions are warm
+    begun: float  # fault hook started
+    broken: float  # fault hook ended
+    mending: float  # `-end` hook started
+    mended: float  # `-end` hook ended
+    over: float  # watch ended
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultMeasurement(RandomLengths):
-    """Closed-loop sessions that keep sending during a fault.
-
-    hook: name of the hook. value: replaces `{value}` in its commands. before, hold: seconds of load before and during the fault. watch:
-    maximum seconds after it; ends when the rate has recovered. settle: seconds at the start that do not count; the following wait for
-    as many answers as sessions does not count either.
-    """
+    """Closed-loop sessions that keep sending during a fault."""
 
     KIND: ClassVar = "fault"
     UNITS: ClassVar = {"throughput_loss": "", "ttft_growth": "", "error_share": "", "silence": "s", "recovery": "s"}
     ABOVE_ZERO: ClassVar = (*RandomLengths.ABOVE_ZERO, "sessions", "before", "hold")
 
-    hook: str
-    value: str = ""
+    hook: str  # name of the hook
+    value: str = ""  # replaces `{value}` in the hook's commands
     sessions: int
-    before: float
-    hold: float
-    watch: float
+    before: float  # seconds of load before the fault
+    hold: float  # seconds of load during the fault
+    watch: float  # maximum seconds after the fault; ends when the rate has recovered
+    # seconds at the start that do not count, nor does the following wait for as many answers as sessions
     settle: float = 0.0
 
     def expected_seconds(self) -> float:
@@ -74,14 +67,14 @@ class FaultMeasurement(RandomLengths):
         source = await bed.requests(self.workload(bed))
         async with (
             bed.clocked(self.title, self.expected_seconds()),
-            bed.sessions(source, self.sessions) as (load, records, until, zero),
+            bed.sessions(source, self.sessions) as load,
         ):
             await asyncio.sleep(self.settle)
-            await bed.answered(records, self.sessions, _MOST_WARM_UP)
-            times = await self._break_and_mend(bed, records, lambda: bed.clock() - zero)
-            until.set()
-            await load
-        return self.evaluate(records, times)
+            await bed.answered(load.started, self.sessions, _MOST_WARM_UP)
+            times = await self._break_and_mend(bed, load.started, lambda: bed.clock() - load.zero)
+            load.stop.set()
+            await load.task
+        return self.evaluate(load.started, times)
 
     async def _break_and_mend(self, bed: TestBed, records: list[RequestRecord], now: Callable[[], float]) -> FaultTimes:
         async def mend() -> None:
@@ -107,47 +100,50 @@ class FaultMeasurement(RandomLengths):
             raise
         mended = now()
         base = _rate(records, steady, begun)
-        while now() - mended < self.watch and _back_after(records, base, mended, now()) is None:
+        while now() - mended < self.watch and _recovery_seconds(records, base, mended, now()) is None:
             await asyncio.sleep(0.25)
         return FaultTimes(steady, begun, broken, mending, mended, now())
 
     def evaluate(self, records: Sequence[RequestRecord], times: FaultTimes) -> Measured:
         """Compute the values from the requests and the phases."""
-        found, nothing = Measured(samples=len(records)), "no token came before the fault"
-        base, during = _rate(records, times.steady, times.begun), _rate(records, times.broken, times.mending)
-        found.enter({"throughput_loss": 1 - during / base if base else None}, nothing, "missed")
-        found.enter({"ttft_growth": _ttft_growth(records, times)}, "too few requests had a first token", "missed")
+        measured = Measured(samples=len(records))
+        no_base = "no token came before the fault"
+        base = _rate(records, times.steady, times.begun)
+        during = _rate(records, times.broken, times.mending)
+        measured.enter({"throughput_loss": 1 - during / base if base else None}, no_base, "missed")
+        measured.enter({"ttft_growth": _ttft_growth(records, times)}, "too few requests had a first token", "missed")
         failed = [record.error is not None for record in records if record.error is not None or record.end]
         share = sum(failed) / len(failed) if failed else None
-        found.enter({"error_share": share}, "no request ended", "missed")
+        measured.enter({"error_share": share}, "no request ended", "missed")
         arrivals = sorted(t for r in records for t in r.chunk_times if t >= times.begun)
         ends = [times.begun, *arrivals, max([times.over, *arrivals])]
-        found.enter({"silence": max(later - earlier for earlier, later in itertools.pairwise(ends))})
-        back, watched = _back_after(records, base, times.mended, times.over), times.over - times.mended
-        if base and self.watch and back is None:
-            found.notes.append(
-                f"The rate did not come back to {_BACK:.0%} within the {watched:.0f} s that were watched."
+        measured.enter({"silence": max(later - earlier for earlier, later in itertools.pairwise(ends))})
+        recovery = _recovery_seconds(records, base, times.mended, times.over)
+        if base and self.watch and recovery is None:
+            recovery = times.over - times.mended
+            measured.notes.append(
+                f"The rate did not come back to {_RECOVERED_SHARE:.0%} within the {recovery:.0f} s that were watched."
             )
-            back = watched
-        found.enter({"recovery": back}, nothing if self.watch else "watch is 0: nobody looked", "missed")
-        found.notes.append(
+        measured.enter({"recovery": recovery}, no_base if self.watch else "watch is 0: nobody looked", "missed")
+        measured.notes.append(
             f"Of {len(records)} requests: before {base:,.1f} tokens/s, during {during:,.1f}; making the fault took "
             f"{times.broken - times.begun:.1f} s, ending it {times.mended - times.mending:.1f} s."
         )
-        return found
+        return measured
 
 
 def _rate(records: Sequence[RequestRecord], begin: float, end: float) -> float:
     return tokens_between(records, begin, end) / max(end - begin, 1e-9)
 
 
-def _back_after(records: Sequence[RequestRecord], base: float, mended: float, now: float) -> float | None:
+def _recovery_seconds(records: Sequence[RequestRecord], base: float, mended: float, now: float) -> float | None:
     """Return the seconds from the fault's end to the first window at 0.9 of `base`; None if there is none yet."""
     if not base:
         return None
-    window, begin = max(_LEAST_WINDOW, _TOKENS_OF_WINDOW / base), mended
+    window = max(_LEAST_WINDOW, _TOKENS_OF_WINDOW / base)
+    begin = mended
     while begin + window <= now:
-        if _rate(records, begin, begin + window) >= _BACK * base:
+        if _rate(records, begin, begin + window) >= _RECOVERED_SHARE * base:
             return begin - mended
         begin += window / 8
     return None

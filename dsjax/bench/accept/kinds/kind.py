@@ -18,12 +18,10 @@ Verdict = Literal["met", "missed", "not tested"]
 
 @dataclass
 class Measured:
-    """Result of a measurement.
-
-    absent: maps the name of each missing value to (verdict of its criteria, reason).
-    """
+    """Result of a measurement."""
 
     values: dict[str, float] = field(default_factory=dict)  # name to number, in the units of the kind's `UNITS`
+    # maps the name of each missing value to (verdict of its criteria, reason)
     absent: dict[str, tuple[Verdict, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # sentences for the report
     samples: int | None = None  # requests or samples behind the values; None where a count is meaningless
@@ -39,7 +37,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """A measurement of a criteria file; the fields are the keys of its table. title: name in reports."""
+    """A measurement of a criteria file; the fields are the keys of its table."""
 
     KIND: ClassVar[str]
     """Value of `kind` in the file."""
@@ -49,7 +47,7 @@ class Measurement:
     """Fields that must be greater than 0."""
 
     name: str
-    title: str
+    title: str  # name in reports
 
     def __post_init__(self):
         for name, value in vars(self).items():
@@ -121,10 +119,11 @@ class ServerMeasurement(Measurement):
 
     async def measure(self, bed: TestBed) -> Measured:
         """Read the facts."""
-        values, found = self._values(bed), Measured()
-        found.enter({"max_model_len": values["max_model_len"]}, "/v1/models does not say max_model_len")
-        found.enter({"devices": values["devices"]}, "the server has no /server_info; give --devices")
-        return found
+        values = self._values(bed)
+        measured = Measured()
+        measured.enter({"max_model_len": values["max_model_len"]}, "/v1/models does not say max_model_len")
+        measured.enter({"devices": values["devices"]}, "the server has no /server_info; give --devices")
+        return measured
 
     def _values(self, bed: TestBed) -> dict[str, int | None]:
         facts = bed.server.facts
@@ -156,18 +155,19 @@ class LinkMeasurement(Measurement):
         """Look up the row; if several groups match, the slowest counts."""
         row = self._row(bed.network)
         ranks, hosts, sent, seconds = row["ranks"], row["hosts"], row["sent_bytes"], row["median_s"]
-        gbit, away = sent / seconds * 8 / 1e9, None
+        gbit = sent / seconds * 8 / 1e9
+        between_hosts_gbit = None
         if hosts > 1:
             # A message and its reply alternate: one rank sends at a time.
             senders = 1 if row["collective"] == SEND_RECEIVE else ranks
-            away = senders * gbit * (ranks - ranks / hosts) / (ranks - 1)
-        found = Measured(samples=len(row.get("samples_s", ())))
-        found.enter({"latency_us": seconds * 1e6, "gb_per_s": gbit / 8, "gbit_per_s": gbit})
-        found.enter({"aggregate_gbit_per_s": away}, "the group is within one host")
-        found.notes.append(
+            between_hosts_gbit = senders * gbit * (ranks - ranks / hosts) / (ranks - 1)
+        measured = Measured(samples=len(row.get("samples_s", ())))
+        measured.enter({"latency_us": seconds * 1e6, "gb_per_s": gbit / 8, "gbit_per_s": gbit})
+        measured.enter({"aggregate_gbit_per_s": between_hosts_gbit}, "the group is within one host")
+        measured.notes.append(
             f"{ranks} devices ({bed.network['device']['name']}) of {hosts} hosts, {bed.network['date']}."
         )
-        return found
+        return measured
 
     def _row(self, network: Mapping[str, Any]) -> dict[str, Any]:
         where = "between hosts" if self.between_hosts else "inside a host"

@@ -5,25 +5,27 @@ frequency and duration of rebalancing. `TtftMeasurement`: prompts of one length,
 """
 
 import asyncio
+import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from dsjax.bench.accept.kinds.kind import Measured, Measurement, RandomLengths
 from dsjax.bench.accept.test_bed import NotTestedError, TestBed
-from dsjax.bench.accept.watch import OURS, ServerWatch
+from dsjax.bench.accept.watch import COMPILED, ServerWatch
 from dsjax.bench.serve.load import LoadResult, arrival_times, run_load
 from dsjax.bench.serve.options import WorkloadOptions
 from dsjax.bench.serve.records import RequestRecord
+from dsjax.bench.serve.server_facts import scrape
 from dsjax.bench.serve.statistics import figures
 from dsjax.errors import UserError
 from dsjax.top.reading import Exposition
 
 _FEWEST_WINDOWS = 3
-_UNTOLD = "the server's /metrics has no dsjax_device_memory_…; give --device-metrics URL of a dcgm-exporter"
+_NO_MEMORY_METRICS = "the server's /metrics has no dsjax_device_memory_…; give --device-metrics URL of a dcgm-exporter"
 _LATENCIES = (("ttft", 50), ("ttft", 99), ("tpot", 50), ("tpot", 99), ("itl", 99))
 
 
@@ -46,10 +48,7 @@ class LoadMeasurement(RandomLengths):
     """Throughput, latency, availability and memory of a server under load.
 
     With sessions, measuring starts once as many requests have been answered as there are sessions, to exclude the initial burst of
-    prompts; at the latest after `seconds`.
-
-    sessions: closed-loop clients, each of which sends its next request when the last is answered; or request_rate: requests per second
-    with Poisson arrivals. seconds: duration of sending. windows: equal parts of the run, whose medians give the drift.
+    prompts; at the latest after `seconds`. Give either `sessions` or `request_rate`.
     """
 
     KIND: ClassVar = "load"
@@ -63,16 +62,16 @@ class LoadMeasurement(RandomLengths):
     }
     ABOVE_ZERO: ClassVar = (*RandomLengths.ABOVE_ZERO, "seconds", "windows")
 
-    seconds: float
-    sessions: int = 0
-    request_rate: float = 0.0
-    windows: int = 12
+    seconds: float  # duration of sending
+    sessions: int = 0  # closed-loop clients, each of which sends its next request when the last is answered
+    request_rate: float = 0.0  # requests per second with Poisson arrivals
+    windows: int = 12  # equal parts of the run, whose medians give the drift
 
     def __post_init__(self):
         super().__post_init__()
         if bool(self.sessions) == bool(self.request_rate):
-            found = "both are given" if self.sessions else "neither is above 0"
-            raise UserError(f"measurement {self.name}: {found}, expected sessions or request_rate; give one of them")
+            problem = "both are given" if self.sessions else "neither is above 0"
+            raise UserError(f"measurement {self.name}: {problem}, expected sessions or request_rate; give one of them")
 
     def expected_seconds(self) -> float:
         """Return `seconds` plus 10 % for the warm-up and for requests in flight at the end."""
@@ -86,21 +85,20 @@ class LoadMeasurement(RandomLengths):
     async def put_load(self, bed: TestBed) -> LoadRun:
         """Put the load on the server and watch it meanwhile."""
         source = await bed.requests(self.workload(bed))
-        watch, client = bed.watch(min(5.0, max(0.5, self.seconds / 20))), bed.server.client
+        watch = bed.watch(min(5.0, max(0.5, self.seconds / 20)))
         if self.request_rate:
-            arrivals = arrival_times(
-                max(1, math.ceil(self.request_rate * self.seconds)), self.request_rate, 1.0, bed.seed
-            )
+            requests = max(1, math.ceil(self.request_rate * self.seconds))
+            arrivals = arrival_times(requests, self.request_rate, burstiness=1.0, seed=bed.seed)
             async with watch, bed.clocked(self.title, self.seconds):
-                result = await run_load(client, source, arrivals, None, duration=self.seconds)
+                result = await run_load(bed.server.client, source, arrivals, None, duration=self.seconds)
             return LoadRun(result, 0.0, watch)
-        async with bed.sessions(source, self.sessions) as (load, records, until, zero):
-            await bed.answered(records, self.sessions, self.seconds)
-            begin = bed.clock() - zero
+        async with bed.sessions(source, self.sessions) as load:
+            await bed.answered(load.started, self.sessions, self.seconds)
+            begin = bed.clock() - load.zero
             async with watch, bed.clocked(self.title, self.seconds):
-                await asyncio.wait({load}, timeout=self.seconds)
-                until.set()
-            return LoadRun(await load, begin, watch)
+                await asyncio.wait({load.task}, timeout=self.seconds)
+                load.stop.set()
+            return LoadRun(await load.task, begin, watch)
 
     async def measure(self, bed: TestBed) -> Measured:
         """Put the load on the server and return all values of `UNITS`."""
@@ -108,45 +106,68 @@ class LoadMeasurement(RandomLengths):
 
     def evaluate(self, bed: TestBed, run: LoadRun) -> Measured:
         """Compute the values of a load run."""
-        counted, records, end = run.counted, run.result.records, run.begin + self.seconds
-        of_counted = figures(counted, run.result.duration, (50, 99), {}, 1.0)
-        completed = of_counted["completed"]
+        counted = run.counted
+        statistics = _statistics(counted, run.result.duration, (50, 99))
+        measured = Measured(samples=statistics["completed"])
+        self._enter_throughput(measured, run)
+        error_share = statistics["failed"] / len(counted) if counted else None
+        measured.enter({"error_share": error_share}, why_not="no request was sent")
         good = [record for record in counted if record.succeeded]
-        found, why = Measured(samples=completed), bed.why_none(of_counted)
-        rate = tokens_between(records, run.begin, end) / self.seconds
-        inputs = sum(r.prompt_tokens for r in records if r.succeeded and run.begin <= r.chunk_times[0] < end)
-        found.enter({"output_tokens_per_s": rate, "total_tokens_per_s": rate + inputs / self.seconds})
-        found.enter(
-            {"sessions_at_once": figures(records, run.result.duration, (50,), {}, 1.0)["max_concurrent_requests"]}
-        )
-        found.enter({"error_share": of_counted["failed"] / len(counted) if counted else None}, "no request was sent")
-        for metric, p in _LATENCIES:
-            ms = of_counted[f"p{p}_{metric}_ms"]
-            found.enter({f"{metric}_p{p}": ms and ms / 1e3}, why, "missed")
-        mean = of_counted["mean_ttft_ms"]
-        found.enter({"ttft_mean": mean and mean / 1e3}, why, "missed")
-        generating = [r.latency - r.ttft for r in good]
-        found.enter({"generation_p99": np.percentile(generating, 99) if good else None}, why, "missed")
-
-        def grew(times: Sequence[float], values: Sequence[float]) -> float | None:
-            return drift(times, values, self.seconds, self.windows)
-
-        starts, several = [r.start - run.begin for r in good], [r for r in good if r.tpot is not None]
-        tpots = grew([r.start - run.begin for r in several], [r.tpot for r in several])
-        few = f"fewer than {_FEWEST_WINDOWS} of {self.windows} parts of the run had answers"
-        found.enter({"ttft_drift": grew(starts, [r.ttft for r in good]), "tpot_drift": tpots}, few)
-        found.enter({"outages": run.watch.outages})
-        found.enter({"restarts": run.watch.restarts}, "the server has no /metrics that counts its tokens")
-        seen, shares, used = zip(*run.watch.memory, strict=True) if run.watch.memory else ((), (), ())
-        found.enter({"memory_share": max(shares, default=None), "memory_drift": grew(seen, used)}, _UNTOLD)
-        if completed < 1000:
-            found.notes.append(f"P99 is of {completed} requests.")
-        if self.sessions and completed < self.sessions:
-            found.notes.append(
+        _enter_latencies(measured, statistics, good, why_not=bed.why_none(statistics))
+        self._enter_drift(measured, run, good)
+        self._enter_health(measured, run.watch)
+        if measured.samples < 1000:
+            measured.notes.append(f"P99 is of {measured.samples} requests.")
+        if self.sessions and measured.samples < self.sessions:
+            measured.notes.append(
                 f"That is less than one for each of {self.sessions} sessions: the load is too short for this server."
             )
-        found.notes += [f"{number} × {message}" for message, number in list(of_counted["error_counts"].items())[:3]]
-        return found
+        errors = list(statistics["error_counts"].items())
+        measured.notes += [f"{number} × {message}" for message, number in errors[:3]]
+        return measured
+
+    def _enter_throughput(self, measured: Measured, run: LoadRun) -> None:
+        records = run.result.records
+        end = run.begin + self.seconds
+        rate = tokens_between(records, run.begin, end) / self.seconds
+        inputs = sum(r.prompt_tokens for r in records if r.succeeded and run.begin <= r.chunk_times[0] < end)
+        measured.enter({"output_tokens_per_s": rate, "total_tokens_per_s": rate + inputs / self.seconds})
+        peak = _statistics(records, run.result.duration, (50,))["max_concurrent_requests"]
+        measured.enter({"sessions_at_once": peak})
+
+    def _enter_drift(self, measured: Measured, run: LoadRun, good: Sequence[RequestRecord]) -> None:
+        with_tpot = [record for record in good if record.tpot is not None]
+        drifts = {
+            "ttft_drift": self._drift([r.start - run.begin for r in good], [r.ttft for r in good]),
+            "tpot_drift": self._drift([r.start - run.begin for r in with_tpot], [r.tpot for r in with_tpot]),
+        }
+        measured.enter(drifts, f"fewer than {_FEWEST_WINDOWS} of {self.windows} parts of the run had answers")
+
+    def _enter_health(self, measured: Measured, watch: ServerWatch) -> None:
+        measured.enter({"outages": watch.outages})
+        measured.enter({"restarts": watch.restarts}, "the server has no /metrics that counts its tokens")
+        times, shares, used_bytes = zip(*watch.memory, strict=True) if watch.memory else ((), (), ())
+        memory = {"memory_share": max(shares, default=None), "memory_drift": self._drift(times, used_bytes)}
+        measured.enter(memory, _NO_MEMORY_METRICS)
+
+    def _drift(self, times: Sequence[float], values: Sequence[float]) -> float | None:
+        return drift(times, values, self.seconds, self.windows)
+
+
+def _statistics(records: Sequence[RequestRecord], duration: float, percentiles: Sequence[float]) -> dict[str, Any]:
+    """Return `statistics.figures` without latency objectives."""
+    return figures(records, duration, percentiles, objectives={}, wanted=1.0)
+
+
+def _enter_latencies(
+    measured: Measured, statistics: Mapping[str, Any], good: Sequence[RequestRecord], why_not: str
+) -> None:
+    """Enter latencies in seconds; without an answer, their criteria are missed rather than not tested."""
+    milliseconds = {f"{metric}_p{p}": statistics[f"p{p}_{metric}_ms"] for metric, p in _LATENCIES}
+    milliseconds["ttft_mean"] = statistics["mean_ttft_ms"]
+    latencies = {name: ms and ms / 1e3 for name, ms in milliseconds.items()}
+    latencies["generation_p99"] = np.percentile([r.latency - r.ttft for r in good], 99) if good else None
+    measured.enter(latencies, why_not, verdict="missed")
 
 
 def tokens_between(records: Sequence[RequestRecord], begin: float, end: float) -> float:
@@ -157,8 +178,9 @@ def tokens_between(records: Sequence[RequestRecord], begin: float, end: float) -
     total = 0.0
     for record in records:
         chunks = len(record.chunk_times)
-        each = record.output_tokens / chunks if chunks and record.succeeded and record.output_tokens else 1.0
-        total += each * sum(begin <= time < end for time in record.chunk_times)
+        is_counted = chunks and record.succeeded and record.output_tokens
+        tokens_per_chunk = record.output_tokens / chunks if is_counted else 1.0
+        total += tokens_per_chunk * sum(begin <= time < end for time in record.chunk_times)
     return total
 
 
@@ -169,13 +191,13 @@ def drift(times: Sequence[float], values: Sequence[float], seconds: float, windo
     """
     from scipy.stats import theilslopes
 
-    part = np.minimum((np.asarray(times) / seconds * windows).astype(int), windows - 1)
-    parts = np.unique(part)
-    if len(parts) < _FEWEST_WINDOWS:
+    window_of_value = np.minimum((np.asarray(times) / seconds * windows).astype(int), windows - 1)
+    with_values = np.unique(window_of_value)
+    if len(with_values) < _FEWEST_WINDOWS:
         return None
-    medians = [np.median(np.asarray(values)[part == each]) for each in parts]
+    medians = [np.median(np.asarray(values)[window_of_value == window]) for window in with_values]
     level = np.median(medians)
-    return float(theilslopes(medians, parts).slope) * windows / level if level else None
+    return float(theilslopes(medians, with_values).slope) * windows / level if level else None
 
 
 _PERCENTILES = (50, 95, 99)
@@ -200,28 +222,26 @@ class TtftMeasurement(Measurement):
         """Send one warm-up request, then the measured ones."""
         lengths = {"random_input_len": self.input_tokens, "random_output_len": 1}
         source = await bed.requests(WorkloadOptions(num_prompts=64, seed=bed.seed, **lengths))
-        client, done = bed.server.client, []
+        client = bed.server.client
         await client.send(next(source))
-        with bed.counting(self.title, self.requests) as report:
-
-            def on_done(record) -> None:
-                done.append(record)
-                report(len(done), "")
-
-            result = await run_load(client, source, [0.0] * self.requests, 1, on_done=on_done)
-        found_in = figures(result.records, result.duration, _PERCENTILES, {}, 1.0)
-        answered, found, why = found_in["completed"], Measured(samples=found_in["completed"]), bed.why_none(found_in)
+        with bed.report_progress(self.title, self.requests) as report:
+            ended = itertools.count(1)
+            result = await run_load(
+                client, source, [0.0] * self.requests, 1, on_done=lambda record: report(next(ended), "")
+            )
+        statistics = _statistics(result.records, result.duration, _PERCENTILES)
+        measured = Measured(samples=statistics["completed"])
         for name in ("mean", *(f"p{p}" for p in _PERCENTILES)):
-            ms = found_in[f"{name}_ttft_ms"]
-            found.enter({f"ttft_{name}": ms and ms / 1e3}, why, "missed")
-        found.enter({"error_share": found_in["failed"] / self.requests})
-        if 0 < answered < 100:
-            found.notes.append(f"P99 of {answered} requests is little more than the largest.")
-        return found
+            ms = statistics[f"{name}_ttft_ms"]
+            measured.enter({f"ttft_{name}": ms and ms / 1e3}, bed.why_none(statistics), verdict="missed")
+        measured.enter({"error_share": statistics["failed"] / self.requests})
+        if 0 < measured.samples < 100:
+            measured.notes.append(f"P99 of {measured.samples} requests is little more than the largest.")
+        return measured
 
 
 _NO_EPLB = "the server does not move experts; start it with --enable-eplb"
-_UNRECORDED = "the experts' load is not recorded; give --admin-api-key, or start the server with --enable-eplb"
+_NO_EXPERT_LOAD = "the experts' load is not recorded; give --admin-api-key, or start the server with --enable-eplb"
 _FEWEST_STEPS = 200
 
 
@@ -242,54 +262,57 @@ class BalanceMeasurement(LoadMeasurement):
 
     async def measure(self, bed: TestBed) -> Measured:
         """Put the load on the server; record the expert distribution if there is an admin key."""
-        async with bed.watch(60.0) as glance:
-            pass
-        if not any(each.by(OURS) for each in glance.counters):
+        metrics = await scrape(bed.server.session, f"{bed.server.url}/metrics", (COMPILED,))
+        if metrics is None or not metrics.by(COMPILED):
             raise NotTestedError("the server has no /metrics of dsjax, which tells of experts and ranks")
-        records = bed.options.admin_api_key is not None and await bed.admin("/start_expert_distribution_record") is None
+        is_recording = False
+        if bed.options.admin_api_key is not None:
+            error = await bed.admin("/start_expert_distribution_record")
+            is_recording = error is None
         try:
             run = await self.put_load(bed)
         finally:
-            if records:
+            if is_recording:
                 await bed.admin("/stop_expert_distribution_record")
-        counters = [each for each in run.watch.counters if each.by(OURS)]
+        counters = [metrics for metrics in run.watch.counters if metrics.by(COMPILED)]
         if len(counters) < 2:
             raise NotTestedError("the server's /metrics did not answer during the load")
-        found = Measured(samples=sum(record.succeeded for record in run.counted))
-        enter_balance(found, counters[0], counters[-1])
-        return found
+        measured = Measured(samples=sum(record.succeeded for record in run.counted))
+        enter_balance(measured, counters[0], counters[-1])
+        return measured
 
 
-def enter_balance(found: Measured, before: Exposition, after: Exposition) -> None:
+def enter_balance(measured: Measured, before: Exposition, after: Exposition) -> None:
     """Enter the values of two scrapes, at the start and the end of a load.
 
     Tokens are counted since the recording began; without a recording, in EPLB's last window.
     """
     name = "dsjax_expert_tokens_total"
-    ranks, experts = after.by(name, "ep_rank"), after.by(name, "expert")
+    ranks = after.by(name, "ep_rank")
     if not ranks:
         ranks = after.by("dsjax_eplb_rank_tokens", "ep_rank")
-        found.notes.append("The ranks' load is that of the last window of --enable-eplb: no --admin-api-key.")
+        measured.notes.append("The ranks' load is that of the last window of --enable-eplb: no --admin-api-key.")
     tokens = list(ranks.values())
-    even = float(np.mean(tokens)) / max(tokens) if tokens and max(tokens) > 0 else None
-    variations = {"rank_variation": variation(tokens), "expert_variation": variation(experts.values())}
-    found.enter(variations | {"balancedness": even}, _UNRECORDED)
+    balancedness = float(np.mean(tokens)) / max(tokens) if tokens and max(tokens) > 0 else None
+    variations = {"rank_variation": variation(tokens), "expert_variation": variation(after.by(name, "expert").values())}
+    measured.enter(variations | {"balancedness": balancedness}, _NO_EXPERT_LOAD)
 
-    def grew(name: str) -> float:
+    def growth(name: str) -> float:
         return sum(after.growth(before, name).values())
 
-    steps = grew("dsjax_step_seconds_count")
-    found.enter({"steps": steps})
+    steps = growth("dsjax_step_seconds_count")
+    measured.enter({"steps": steps})
     if not after.by("dsjax_eplb_rebalances_total"):
-        found.enter(dict.fromkeys(("rebalances_per_1000_steps", "rebalance_pause", "rebalance_seconds")), _NO_EPLB)
+        measured.enter(dict.fromkeys(("rebalances_per_1000_steps", "rebalance_pause", "rebalance_seconds")), _NO_EPLB)
         return
-    rebalances = grew("dsjax_eplb_rebalances_total")
-    often = rebalances / steps * 1000 if steps >= _FEWEST_STEPS else None
+    rebalances = growth("dsjax_eplb_rebalances_total")
+    frequency = rebalances / steps * 1000 if steps >= _FEWEST_STEPS else None
     few = f"the load had {steps:g} steps, and fewer than {_FEWEST_STEPS} tell no frequency"
-    found.enter({"rebalances_per_1000_steps": often}, few)
+    measured.enter({"rebalances_per_1000_steps": frequency}, few)
+    # Serving pauses only while experts are exchanged, not while their new places are computed.
     for name, counter in (("rebalance_pause", "exchange_seconds"), ("rebalance_seconds", "rebalance_seconds")):
-        each = grew(f"dsjax_eplb_{counter}_total") / rebalances if rebalances else None
-        found.enter({name: each}, f"no rebalance ended in the {steps:g} steps of the load")
+        seconds = growth(f"dsjax_eplb_{counter}_total") / rebalances if rebalances else None
+        measured.enter({name: seconds}, f"no rebalance ended in the {steps:g} steps of the load")
 
 
 def variation(tokens: Collection[float]) -> float | None:

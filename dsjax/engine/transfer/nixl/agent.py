@@ -24,11 +24,11 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
 
 
 class Region(NamedTuple):
-    """A piece of memory. device: its number among the GPUs of its process; 0 in host memory."""
+    """A piece of memory."""
 
     address: int
     size: int
-    device: int = 0
+    device: int = 0  # its number among the GPUs of its process; 0 in host memory
 
 
 class MemoryRegions(NamedTuple):

@@ -23,17 +23,12 @@ PLATFORMS = ("cpu", "gpu", "cuda", "rocm")
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """Everything a process needs to read a chunk.
+    """Everything a process needs to read a chunk."""
 
-    Attributes:
-        buffer: number of the chunk's buffer. descriptions: NIXL's descriptions of that buffer, needed once.
-        memory: location of the arrays, sorted by name. mark: location of the word that has the published chunk's number as long as
-            the buffer holds that chunk.
-    """
-
-    buffer: int
-    descriptions: list[bytes]
-    memory: MemoryRegions
+    buffer: int  # number of the chunk's buffer
+    descriptions: list[bytes]  # NIXL's descriptions of that buffer, needed once
+    memory: MemoryRegions  # location of the arrays, sorted by name
+    # location of the word that has the published chunk's number as long as the buffer holds that chunk
     mark: MemoryRegions
 
 

@@ -1,12 +1,11 @@
-"""Processes of an attention side, as threads, that wait for each other at each layer over real links.
-
-These are the tests of `setup/attention_side.py` too.
-"""
+"""Processes of an attention side, threads with real links, wait for each other at each layer. Also tests `setup/attention_side.py`."""
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -14,11 +13,10 @@ import pytest
 from deployments import KEY
 from group_in_threads import groups
 from processes import free_port
-from test_expert_link import Experts
+from test_expert_link import Experts, call
 from waits import until
 
 from dsjax.engine.afd.attention_processes import AttentionProcesses
-from dsjax.engine.afd.messages import Call
 from dsjax.engine.afd.remote_experts import RemoteExperts
 from dsjax.engine.setup import attention_side
 from dsjax.engine.setup.args import EngineArgs
@@ -35,33 +33,37 @@ def pool():
 
 def joined(group):
     """A process of an attention side that has met the others."""
-    endpoint = Endpoint("127.0.0.1", KEY)
-    process = AttentionProcesses(endpoint, b"side %d" % group.options.process_id, group)
-    try:
-        process.meet()
-    except BaseException:
-        process.close()
-        raise
-    return process
+    with contextlib.ExitStack() as failed:
+        process = AttentionProcesses(Endpoint("127.0.0.1", KEY), b"side %d" % group.options.process_id, group)
+        failed.callback(process.close)
+        process.connect()
+        failed.pop_all()
+        return process
 
 
-@pytest.fixture
-def processes(pool):
-    made = list(pool.map(joined, groups(3)))
+@contextlib.contextmanager
+def several(pool, count):
+    made = list(pool.map(joined, groups(count)))
     yield made
     for one in made:
         one.close()
 
 
+@pytest.fixture
+def processes(pool):
+    with several(pool, 3) as made:
+        yield made
+
+
 def meet(process, number):
-    process.tell(number)
+    process.arrive(number)
     return process.wait(number)
 
 
 def test_one_that_is_late_is_waited_for_at_that_layer_by_all(pool, processes):
     """It may have told of a layer that the others are at, and is told of the next one before it has looked."""
     first = [pool.submit(meet, process, 0) for process in processes[:2]]
-    processes[2].tell(0)
+    processes[2].arrive(0)
     assert [one.result(60) for one in first] == [0, 0]
     second = [pool.submit(meet, process, 1) for process in processes[:2]]
     assert processes[2].wait(0) == 0
@@ -79,14 +81,14 @@ def test_one_that_gives_up_ends_the_wait_of_all_others(pool, processes):
 
 
 def test_one_that_waits_at_another_layer_is_an_error_and_no_answer(pool, processes):
-    processes[1]._wait = 7
-    waits = [pool.submit(meet, process, 0) for process in (processes[0], processes[2])]
-    processes[1].tell(0)
+    processes[1]._barrier = 7
+    first, last = (pool.submit(meet, process, 0) for process in (processes[0], processes[2]))
+    processes[1].arrive(0)
     with pytest.raises(RuntimeError, match="waits at its layer 7, and this process at 0"):
-        waits[0].result(60)
+        first.result(60)
     processes[1].close()
     with pytest.raises(RuntimeError):
-        waits[1].result(60)
+        last.result(60)
 
 
 def test_what_is_no_word_is_an_error(pool, processes):
@@ -119,44 +121,28 @@ def experts_of(attention, address, change=0):
     return RemoteExperts(MeshSpec(dp_size=1), [address], attention, {}, rows, waits=True, patience=600, change=change)
 
 
-@pytest.fixture
-def alone():
-    """An attention process that is alone."""
-    process = AttentionProcesses(Endpoint("127.0.0.1", KEY), b"side")
-    yield process
-    process.close()
-
-
-def test_the_next_side_of_experts_is_called_over_the_same_endpoint_as_the_one_before_by_a_number_of_its_own(alone):
-    before, after = experts_of(alone, "127.0.0.1:1"), experts_of(alone, "127.0.0.1:1", 1)
-    first, second = before._opening(0), after._opening(0)
-    assert (first.change, second.change) == (0, 1)
-    assert second == msgspec.structs.replace(first, change=1)
-    before.close()
-    alone.endpoint.connect(alone.endpoint.address, "attention").close()
-    assert alone._to_experts == set(after.links)
+def test_the_next_side_of_experts_is_called_over_the_same_endpoint_as_the_one_before_by_a_number_of_its_own():
+    with contextlib.closing(AttentionProcesses(Endpoint("127.0.0.1", KEY), b"side")) as alone:
+        before, after = (experts_of(alone, "127.0.0.1:1", change) for change in range(2))
+        assert before._opening(0).change == 0
+        assert after._opening(0) == msgspec.structs.replace(before._opening(0), change=1)
+        before.close()
+        alone.endpoint.connect(alone.endpoint.address, "attention").close()
+        assert alone._to_experts == set(after.links)
 
 
 def test_one_that_fails_in_a_step_is_waited_for_nowhere(pool):
     """Its step has failed, and the process lives: the others hear of it though they wait for its rows at a process with experts."""
-    experts = Experts(answers=False)
-    two = list(pool.map(joined, groups(2)))
-    sides = [experts_of(attention, f"127.0.0.1:{experts.port}") for attention in two]
-    try:
-        for side in sides:
-            side.connect()
-        waits = (
-            sides[0].links[0].begin(lambda: (Call("stack", 0, 1, 1, b""), np.empty(0, np.uint8), np.empty(0, np.uint8)))
-        )
+    with contextlib.closing(Experts(answers=False)) as experts, several(pool, 2) as two:
+        first, second = (experts_of(attention, f"127.0.0.1:{experts.port}") for attention in two)
+        first.connect()
+        second.connect()
+        waits = call(first.links[0])[0]
         assert experts.asked.acquire(timeout=60)
-        sides[1].give_up()
+        second.give_up()
         with pytest.raises(RuntimeError, match="process 1 of the attention side was waited for at a layer"):
             meet(two[0], 0)
         assert not waits.done()
-    finally:
-        for attention in two:
-            attention.close()
-        experts.close()
 
 
 def test_a_process_that_is_lost_while_all_wait_for_experts_that_are_not_there_yet_ends_the_wait(
@@ -165,13 +151,11 @@ def test_a_process_that_is_lost_while_all_wait_for_experts_that_are_not_there_ye
     monkeypatch.setattr(attention_side, "expert_space", lambda *_: {})
     two, address = groups(2), f"127.0.0.1:{free_port()}"
     args = EngineArgs(attention_mesh="dp=1", expert_mesh="ep=1", afd_role="attention", afd_address=address)
-    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="cpu")]))
-    step = SimpleNamespace(placement=SimpleNamespace(physical_to_logical=np.zeros((0, 0), np.int32)), mesh=mesh)
+    step = Mock(**{"placement.physical_to_logical": np.zeros((0, 0), np.int32)})
+    step.mesh.devices = np.array([SimpleNamespace(platform="cpu")])
     with contextlib.ExitStack() as opened:
-        started = [
-            pool.submit(attention_side.connect_experts, args, step, Path(), group, b"side", opened, known=True)
-            for group in two
-        ]
+        connect = partial(attention_side.connect_experts, known=True)
+        started = [pool.submit(connect, args, step, Path(), group, b"side", opened) for group in two]
         two[0].on_change = lambda error: None
         until(lambda: caplog.text.count("it is waited for") >= 2)
         two[0]._on_disconnect(two[0].members[1])
@@ -182,7 +166,7 @@ def test_a_process_that_is_lost_while_all_wait_for_experts_that_are_not_there_ye
 def test_where_the_others_come_when_the_generation_has_broken_already_nobody_waits_for_them(pool):
     two = list(pool.map(lambda group: AttentionProcesses(group.endpoint, b"side", group), groups(2)))
     two[0].abandon()
-    list(pool.map(AttentionProcesses.meet, two))
+    list(pool.map(AttentionProcesses.connect, two))
     with pytest.raises(RuntimeError, match="process 0 of the attention side was waited for at a layer"):
         pool.submit(two[1].wait, 0).result(60)
     for process in two:

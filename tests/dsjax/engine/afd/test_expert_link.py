@@ -18,7 +18,7 @@ from waits import until
 from dsjax.engine.afd.expert_link import ExpertLink, ExpertsGoneError, LinkClosedError, check_reachable
 from dsjax.engine.afd.messages import OPEN, PLACE, Answered, Call, Open, Opened, Place
 from dsjax.errors import UserError
-from dsjax.messaging import Endpoint, LinkListener, NotAMemberError, PeerLostError, Request
+from dsjax.messaging import Endpoint, LinkListener, NotAMemberError, PeerLostError
 from dsjax.messaging.link import LinkLostError
 
 
@@ -31,8 +31,7 @@ class Experts:
     def __init__(self, port=0, opens=None, answers=True, key=KEY):
         self.endpoint = Endpoint("127.0.0.1", key, port=port)
         self.port, self.calls, self.asked = self.endpoint.port, [], threading.Semaphore(0)
-        self._names = itertools.count()
-        self._listener, self._answers = LinkListener(self.endpoint), answers
+        self._listener, self._answers, self._names = LinkListener(self.endpoint), answers, itertools.count()
         self.endpoint.serve(OPEN, opens or self._open, roles=("attention",), kind=Open)
         self.endpoint.serve(PLACE, self._place, roles=("attention",), kind=Place)
         self._thread = threading.Thread(target=self._run)
@@ -40,8 +39,7 @@ class Experts:
 
     def close(self):
         self.endpoint.close()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(60)
+        self._thread.join(60)
 
     def _open(self, request):
         request.reply(Opened(self._listener.address, self._listener.ticket, str(next(self._names))))
@@ -69,19 +67,16 @@ class Experts:
             self._listener.send(message.sender, msgspec.msgpack.encode(Answered()), *message.frames)
 
 
-def refuse(request: Request) -> None:
+def refuse(request):
     request.refuse("the checkpoint cannot be read")
 
 
 @contextlib.contextmanager
-def linked(port, key=KEY, patience=20.0):
-    endpoint = Endpoint("127.0.0.1", key)
-    own = ExpertLink(endpoint, f"127.0.0.1:{port}", lambda: Open({}, b"", b"one"), patience=patience)
-    try:
-        yield own
-    finally:
-        own.close()
-        endpoint.close()
+def linked(port, patience=120.0, **options):
+    with contextlib.closing(Endpoint("127.0.0.1", KEY, **options)) as endpoint:
+        own = ExpertLink(endpoint, f"127.0.0.1:{port}", lambda: Open({}, b"", b"one"), patience=patience)
+        with contextlib.closing(own):
+            yield own
 
 
 def ask(own):
@@ -97,12 +92,10 @@ def call(own, number=0, rows=b""):
 @contextlib.contextmanager
 def left(**options):
     """A link to a process that has answered and gone, and the port that it had."""
-    with contextlib.closing(Experts()) as first, contextlib.ExitStack() as stack:
-        own = stack.enter_context(linked(first.port, **options))
+    with contextlib.closing(Experts()) as first, linked(first.port, **options) as own:
         ask(own).result(60)
         first.close()
         yield own, first.port
-        stack.close()
 
 
 def test_rows_go_there_and_answers_come_back():
@@ -128,35 +121,31 @@ def test_who_lets_nobody_in_is_waited_for_if_it_was_there_before(caplog):
 
 @pytest.mark.parametrize("end", [Experts.close, lambda process: None], ids=["goes", "says nothing"])
 def test_a_process_that_goes_or_is_silent_while_it_is_opened_is_waited_for_as_long_as_one_that_is_not_there(end):
-    with contextlib.closing(
-        Experts(opens=lambda request: threading.Thread(target=end, args=(made[0],)).start())
-    ) as one:
-        made = [one]
-        with linked(one.port, patience=0.5) as own, pytest.raises(ExpertsGoneError, match=r"for 0.5 s .*expert"):
-            ask(own).result(60)
+    opens = lambda request: threading.Thread(target=end, args=(one,)).start()  # noqa: E731
+    gone = pytest.raises(ExpertsGoneError, match=r"for 0.5 s .*expert")
+    with contextlib.closing(Experts(opens=opens)) as one, linked(one.port, patience=0.5) as own, gone:
+        ask(own).result(60)
 
 
 @pytest.mark.parametrize(
-    ("options", "end", "says"),
-    [
-        ({"opens": lambda request: asked.release()}, ExpertLink.close, "is closed"),
-        ({"answers": False}, ExpertLink.give_up, "closed under a call"),
-    ],
+    ("opens", "end", "says"),
+    [(False, ExpertLink.close, "is closed"), (True, ExpertLink.give_up, "closed under a call")],
 )
 @pytest.mark.parametrize("begin", [ask, lambda own: call(own)[0]], ids=["request", "call"])
-def test_a_link_that_is_ended_waits_for_no_welcome_and_no_answer_and_calls_nobody_else(options, end, says, begin):
-    with contextlib.closing(Experts(**options)) as process, linked(process.port, patience=60.0) as own:
+def test_a_link_that_is_ended_waits_for_no_welcome_and_no_answer_and_calls_nobody_else(opens, end, says, begin):
+    class Silent(Experts):
+        def _open(self, request):
+            super()._open(request) if opens else self.asked.release()
+
+    with contextlib.closing(Silent(answers=False)) as process, linked(process.port) as own:
         done = begin(own)
-        assert (asked if "opens" in options else process.asked).acquire(timeout=60)
+        assert process.asked.acquire(timeout=60)
         ending = threading.Thread(target=end, args=(own,), daemon=True)
         ending.start()
         ending.join(60)
         assert not ending.is_alive()
         with pytest.raises(LinkClosedError, match=says):
             done.result(60)
-
-
-asked = threading.Semaphore(0)
 
 
 def test_a_call_that_is_made_again_says_so():
@@ -168,10 +157,7 @@ def test_a_call_that_is_made_again_says_so():
             super()._open(request)
 
         def answer(self, message):
-            if len(self.calls) == 2:
-                self.peer.close()
-            else:
-                super().answer(message)
+            self.peer.close() if len(self.calls) == 2 else super().answer(message)
 
     with contextlib.closing(Leaves()) as process, linked(process.port) as own:
         for number in range(3):
@@ -199,10 +185,9 @@ def test_what_a_process_could_not_do_is_an_error_with_its_reason():
 
 @pytest.mark.parametrize(("refuses", "reason"), [(True, "the checkpoint cannot be read"), (False, "--afd-role expert")])
 def test_who_refuses_or_stays_away_for_too_long_ends_the_call_with_the_reason(refuses, reason):
-    with left(patience=0.5) as (own, port), contextlib.ExitStack() as refusing:
-        if refuses:
-            refusing.enter_context(contextlib.closing(Experts(port, opens=refuse)))
-        with pytest.raises(ExpertsGoneError, match=rf"for 0.5 s .*{reason}"):
+    with left(patience=0.5) as (own, port):
+        refusing = contextlib.closing(Experts(port, opens=refuse)) if refuses else contextlib.nullcontext()
+        with refusing, pytest.raises(ExpertsGoneError, match=rf"for 0.5 s .*{reason}"):
             ask(own).result(60)
 
 
@@ -210,15 +195,6 @@ def test_a_process_with_another_key_is_no_loss_but_a_mistake():
     mistake = pytest.raises(NotAMemberError, match="another cluster key")
     with contextlib.closing(Experts(key=OTHER)) as process, linked(process.port) as own, mistake:
         own.connect()
-
-
-def test_where_nobody_is_there_yet_one_is_waited_for(caplog):
-    port = free_port()
-    with linked(port) as own:
-        done = ask(own)
-        until(lambda: "it is waited for" in caplog.text)
-        with contextlib.closing(Experts(port)):
-            done.result(60)
 
 
 def test_a_process_is_looked_for_beside_a_call_that_is_under_way():
@@ -245,13 +221,12 @@ sys.stdin.read()
 """
 
 
-def test_a_process_that_is_stopped_under_a_call_is_lost_after_a_silence_and_the_next_one_gets_the_call(endpoints):
-    """Its kernel lives, and goes on to acknowledge what it is sent."""
-    port = free_port()
-    command, pipes = [sys.executable, "-c", PROCESS, str(port)], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    own = ExpertLink(endpoints(silence=1.0), f"127.0.0.1:{port}", lambda: Open({}, b"", b"one"), patience=60.0)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with contextlib.closing(own), subprocess.Popen(command, env=environment, text=True, **pipes) as stopped:
+def test_a_process_that_is_stopped_under_a_call_is_lost_after_a_silence_and_the_next_one_gets_the_call():
+    """Its kernel lives, and goes on to acknowledge what it is sent. When it is called first, nobody is there yet."""
+    port, pipes = free_port(), {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command, environment = [sys.executable, "-c", PROCESS, str(port)], {"PYTHONPATH": os.pathsep.join(sys.path)}
+    stopping = subprocess.Popen(command, env=os.environ | environment, **pipes)
+    with linked(port, silence=4.0) as own, stopping as stopped:
         made, answers = call(own, rows=b"a row")
         assert stopped.stdout.readline() == "called\n"
         stopped.send_signal(signal.SIGSTOP)

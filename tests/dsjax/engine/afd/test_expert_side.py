@@ -10,20 +10,12 @@ from dsjax import LLM
 from dsjax.engine.afd.layer_programs import CompiledPass
 from dsjax.engine.device.buckets import Buckets, Rectangle
 from dsjax.engine.setup.expert_location import ExpertLocation
-from dsjax.model.apart import Passing, Routed
+from dsjax.model.apart import PassInputs, Routed
 from sharding.dispatch import between
 from sharding.dispatch.between import Between
 
-SIZES = {
-    "dtype": "float32",
-    "mla_prefill": "CC",
-    "mla_decode": "CC",
-    "max_num_seqs": 6,
-    "max_num_batched_tokens": 48,
-    "prefill_chunk": 16,
-    "page_size": 4,
-}
-"""In one form: what is computed again after a preemption is a prompt."""
+SIZES = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "prefill_chunk": 16, "page_size": 4, "dtype": "float32"}
+SIZES |= {"mla_prefill": "CC", "mla_decode": "CC"}  # in one form: what is computed again after a preemption is a prompt
 SIDES = {"attention_mesh": "dp=2", "expert_mesh": "ep=3", "redundant_experts": 4}
 
 
@@ -37,16 +29,12 @@ def made(llm):
         llm.shutdown()
 
 
-@pytest.fixture(scope="module")
-def one_device(checkpoint):
-    return made(LLM(str(checkpoint), mesh="dp=1", **SIZES))
-
-
 @pytest.mark.slow  # compiles an engine
 def test_chunks_decodes_drafts_micro_batches_and_rounds_are_those_of_one_device_to_the_bit(
-    checkpoint, one_device, tmp_path, monkeypatch
+    checkpoint, tmp_path, monkeypatch
 ):
     """Each side has its own parameters alone, experts as a file places them; the cache is too small for all requests."""
+    one_device = made(LLM(str(checkpoint), mesh="dp=1", **SIZES))
     rounds, own = [], Between.rounds
     monkeypatch.setattr(Between, "rounds", lambda self, counts: rounds.append(own(self, counts)) or rounds[-1])
     monkeypatch.setattr(between, "default_capacity", lambda tokens, *_, **__: min(tokens, 2))
@@ -74,7 +62,7 @@ def test_chunks_decodes_drafts_micro_batches_and_rounds_are_those_of_one_device_
 class Recorded:
     """Stands for the programs of one half: writes down what is started, and gives names of what comes of it."""
 
-    def __init__(self, half: str, started: list[str]):
+    def __init__(self, half, started):
         self.half, self.started, self.way = half, started, self
 
     def attend(self, params, cache, report, x, tokens, copies, layer):
@@ -98,7 +86,7 @@ class Recorded:
 def test_of_two_halves_the_one_attends_while_experts_compute_the_other():
     started: list[str] = []
     both = CompiledPass([Recorded("a", started), Recorded("b", started)], [0, 1], waits=False)
-    xs, cache, _ = both.run(Passing({}, [], {}, None, [0, 10], [None, None]))
+    xs, cache, _ = both.run(PassInputs({}, [], {}, None, [0, 10], [None, None]))
     assert (xs, cache) == ([2, 12], ["a0", "b0", "a1", "b1"]), "each half's entries after those of the half before"
     on_attention = [name for name in started if not name.startswith("compute")]
     first_of_b = started.index("compute b0")

@@ -6,79 +6,36 @@ import pytest
 from dsjax.engine.afd.joint_calls import JointCalls, Part
 from dsjax.engine.afd.messages import Call
 
+CASES = {
+    "calls of all processes are one program": "a0 b0 c0=abc a1 b1 c1=abc a2 b2 c2=abc",
+    "a call waits for one that is late and not for one whose connection ends": "a0 b0 -c=ab",
+    "what has come over a link that has ended is not computed": "c0 a0 -c b0=ab",
+    "where another generation has begun a call waits for nobody": "a0 end=a",
+    "what is asked for again is computed at once and the others wait no more": "c4!=c a5 b5 c5!=ab,c",
+    "a process that is past a call is not waited for": "b7 c7 a6=a a7=abc",
+    "a call on a link that has ended gives way to the one that is made again": "a0 +n n0!=n -a n1 b0 c0=bc",
+    "what comes late over an old link takes the place of nothing": "+n n0!=n n1 a0 b1 c1=bcn",
+    "parts of other sizes are computed by themselves": "a0 b0 c0*=ab,c",
+}
+"""Events. "a0": call 0 comes over link a ("!": it is made again, "*": it has more tokens); "+n": process 0 gets another link, n;
+"-a": link a ends; "end": another generation begins. After "=": the programs that are computed then, each as the letters of its links."""
 
-@pytest.fixture
-def joint():
+
+@pytest.mark.parametrize("events", CASES.values(), ids=CASES)
+def test_calls_are_computed_as_soon_as_nobody_else_is_waited_for(events):
     joint = JointCalls(3)
     for process, name in enumerate("abc"):
         joint.enter(name, process)
-    return joint
-
-
-def call(joint, name, number, *, again=False, tokens=8):
-    """Have a process call over a link; give what is computed then: of each program, the links whose rows it has."""
-    joint.add(Part(name, Call("moe_layers", 0, tokens, 8, b"", number, again), np.zeros(0), np.zeros(0, int)))
-    return taken(joint)
-
-
-def taken(joint):
-    return ["".join(sorted(part.name for part in parts)) for parts in joint.take()]
-
-
-def test_calls_of_all_processes_are_one_program(joint):
-    for number in range(3):
-        assert [call(joint, name, number) for name in "abc"] == [[], [], ["abc"]]
-
-
-def test_a_call_waits_for_a_process_that_is_late_and_not_for_one_whose_connection_ends(joint):
-    assert call(joint, "a", 0) == call(joint, "b", 0) == []
-    joint.leave("c")
-    assert taken(joint) == ["ab"]
-
-
-def test_what_has_come_over_a_link_that_has_ended_is_not_computed(joint):
-    assert call(joint, "c", 0) == call(joint, "a", 0) == []
-    joint.leave("c")
-    assert call(joint, "b", 0) == ["ab"]
-
-
-def test_where_another_generation_has_begun_a_call_waits_for_nobody(joint):
-    assert call(joint, "a", 0) == []
-    joint.end()
-    assert taken(joint) == ["a"]
-
-
-def test_what_is_asked_for_again_is_computed_at_once_and_the_others_wait_no_more(joint):
-    assert call(joint, "c", 4, again=True) == ["c"]  # the others had their answers of call 4
-    assert call(joint, "a", 5) == call(joint, "b", 5) == []
-    assert sorted(call(joint, "c", 5, again=True)) == ["ab", "c"]  # its connection has ended again
-
-
-def test_a_process_that_is_past_a_call_is_not_waited_for(joint):
-    assert call(joint, "b", 7) == call(joint, "c", 7) == []
-    assert call(joint, "a", 6) == ["a"]
-    assert call(joint, "a", 7) == ["abc"]
-
-
-def test_a_call_that_waits_on_a_link_that_has_ended_gives_way_to_the_one_that_is_made_again(joint):
-    assert call(joint, "a", 0) == []
-    joint.enter("new", 0)
-    assert call(joint, "new", 0, again=True) == ["new"]
-    joint.leave("a")
-    assert call(joint, "new", 1) == []
-    assert call(joint, "b", 0) == []
-    assert call(joint, "c", 0) == ["bc"]
-
-
-def test_what_comes_late_over_an_old_link_takes_the_place_of_nothing(joint):
-    joint.enter("new", 0)
-    assert call(joint, "new", 0, again=True) == ["new"]
-    assert call(joint, "new", 1) == []
-    assert call(joint, "a", 0) == []
-    assert call(joint, "b", 1) == []
-    assert sorted(call(joint, "c", 1)) == ["bcnew"]
-
-
-def test_parts_of_other_sizes_are_computed_by_themselves(joint):
-    assert call(joint, "a", 0) == call(joint, "b", 0) == []
-    assert sorted(call(joint, "c", 0, tokens=16)) == ["ab", "c"]
+    for event in events.split():
+        what, _, expected = event.partition("=")
+        if what == "end":
+            joint.end()
+        elif what.startswith("+"):
+            joint.enter(what[1], 0)
+        elif what.startswith("-"):
+            joint.leave(what[1])
+        else:
+            call = Call("moe_layers", 0, 16 if "*" in what else 8, 8, b"", int(what[1]), "!" in what)
+            joint.add(Part(what[0], call, np.zeros(0), np.zeros(0, int)))
+        computed = sorted("".join(sorted(part.name for part in parts)) for parts in joint.take())
+        assert computed == (expected.split(",") if expected else []), event

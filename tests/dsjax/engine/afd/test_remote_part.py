@@ -1,7 +1,4 @@
-"""Either all attention processes continue with other expert processes, from the same command on, or none does.
-
-These are the tests of `RemoteExpertsPart` in `afd/remote_experts.py`.
-"""
+"""`RemoteExpertsPart` in `afd/remote_experts.py`: all attention processes go on with other expert processes, or none does."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +8,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from group_in_threads import groups
-from test_attention_processes import joined
+from test_attention_processes import meet, several
 
 from dsjax.engine.afd.attention_processes import AttentionProcesses
 from dsjax.engine.afd.remote_experts import RemoteExperts, RemoteExpertsPart
@@ -46,9 +42,8 @@ class Process:
 
     def __init__(self, attention, another=Side, number=0):
         self.now, self.made, self.number = Side(attention), [], number
-        programs = SimpleNamespace(
-            experts=self.now, with_experts=lambda model, experts: SimpleNamespace(experts=experts)
-        )
+        with_experts = lambda model, experts: SimpleNamespace(experts=experts)  # noqa: E731
+        programs = SimpleNamespace(experts=self.now, with_experts=with_experts)
         self.device = SimpleNamespace(model="model", programs=programs)
         self.device.replace_programs = lambda model, programs: setattr(self.device, "programs", programs)
 
@@ -77,8 +72,7 @@ class Process:
 def group():
     """Three attention processes as threads. `make` takes the `another` of each."""
     made = []
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        others = list(pool.map(joined, groups(PROCESSES)))
+    with ThreadPoolExecutor(PROCESSES) as pool, several(pool, PROCESSES) as others:
 
         def make(*another):
             made.extend(map(Process, others, another, range(PROCESSES)))
@@ -87,14 +81,11 @@ def group():
         yield SimpleNamespace(make=make, all_do=lambda act: list(pool.map(act, made)), others=others)
         for process in made:
             process.part.close()
-        for one in others:
-            one.close()
 
 
-def meet(process):
-    """A layer's wait, on the current side: the greatest number of all processes."""
-    process.side.attention.tell(process.number)
-    return process.side.attention.wait(process.number)
+def meet_at_a_layer(process):
+    """On the current side: the greatest number of all processes."""
+    return meet(process.side.attention, process.number)
 
 
 def test_all_continue_with_the_new_side_which_waits_for_the_others_as_the_old_one_did(group):
@@ -104,7 +95,7 @@ def test_all_continue_with_the_new_side_which_waits_for_the_others_as_the_old_on
         assert process.side is process.made[0]
         assert process.now.closed.is_set()
         assert not process.side.closed.is_set()
-    assert group.all_do(meet) == [PROCESSES - 1] * PROCESSES
+    assert group.all_do(meet_at_a_layer) == [PROCESSES - 1] * PROCESSES
 
 
 @pytest.mark.parametrize("who", range(PROCESSES))
@@ -113,20 +104,14 @@ def test_all_continue_with_the_new_side_which_waits_for_the_others_as_the_old_on
     [(UserError("it has other options"), "it has other options"), (RuntimeError("gone"), "RuntimeError: gone")],
 )
 def test_if_one_cannot_connect_all_stay_and_say_why_and_another_change_can_be_made(group, who, failure, said):
-    failures = [failure]
-
-    def fail_once(side):
-        if failures:
-            raise failures.pop()
-
-    processes = group.make(*(partial(Side, connecting=fail_once) if i == who else Side for i in range(PROCESSES)))
-    expected = ["another attention process could not connect to them"] * PROCESSES
-    expected[who] = said
+    sides, expected = [Side] * PROCESSES, ["another attention process could not connect to them"] * PROCESSES
+    sides[who], expected[who] = partial(Side, connecting=Mock(side_effect=[failure, None])), said
+    processes = group.make(*sides)
     assert group.all_do(Process.change) == expected
     assert all(map(Process.stays, processes))
-    assert group.all_do(meet) == [PROCESSES - 1] * PROCESSES
+    assert group.all_do(meet_at_a_layer) == [PROCESSES - 1] * PROCESSES
     assert group.all_do(Process.change) == [None] * PROCESSES
-    assert group.all_do(meet) == [PROCESSES - 1] * PROCESSES
+    assert group.all_do(meet_at_a_layer) == [PROCESSES - 1] * PROCESSES
 
 
 def test_an_attention_process_that_is_gone_fails_the_change_and_leaves_no_link(group):
@@ -141,31 +126,27 @@ def test_an_attention_process_that_is_gone_fails_the_change_and_leaves_no_link(g
     assert all(map(Process.stays, processes[:2]))
 
 
-def alone():
-    """An attention process that is alone."""
-    return AttentionProcesses(SimpleNamespace(), b"side")
-
-
 def test_a_loss_while_it_connects_ends_the_wait():
-    connecting, abandoned, attention = threading.Event(), threading.Event(), alone()
+    connecting, abandoned = threading.Event(), threading.Event()
+    attention = AttentionProcesses(SimpleNamespace(), b"side")
 
     def wait(side):
         attention.add(Mock(give_up=abandoned.set))
         connecting.set()
-        assert abandoned.wait(20)
+        assert abandoned.wait(60)
         raise RuntimeError("the link is closed")
 
     process = Process(attention, partial(Side, connecting=wait))
     with ThreadPoolExecutor(1) as pool:
         changed = pool.submit(process.change)
-        assert connecting.wait(20)
+        assert connecting.wait(60)
         attention.abandon()
-        assert changed.result(20) == "RuntimeError: the link is closed"
+        assert changed.result(60) == "RuntimeError: the link is closed"
     assert process.stays()
 
 
 def test_what_is_connected_after_a_loss_does_not_wait():
-    attention, link = alone(), Mock()
+    attention, link = AttentionProcesses(SimpleNamespace(), b"side"), Mock()
     attention.abandon()
     attention.add(link)
     link.give_up.assert_called_once_with()

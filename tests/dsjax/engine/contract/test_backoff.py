@@ -8,9 +8,8 @@ def test_what_fails_again_is_left_alone_twice_as_long_up_to_a_minute():
     assert not backoff.holds(now)
     for _ in range(9):
         backoff.begin(now)
-        seconds = next(n for n in range(1, 1000) if not backoff.holds(now + n))
-        waits.append(seconds)
-        now += seconds
+        waits.append(next(n for n in range(1, 1000) if not backoff.holds(now + n)))
+        now += waits[-1]
     assert waits == [FIRST_SECONDS, 2, 4, 8, 16, 32, LONGEST_SECONDS, LONGEST_SECONDS, LONGEST_SECONDS]
 
 

@@ -70,20 +70,14 @@ def test_positional_arguments_are_in_vllm_s_order():
 
 
 def test_numpy_s_numbers_and_arrays_are_taken_as_python_s():
-    params = SamplingParams(
-        n=np.int64(2),
-        temperature=np.float32(0.5),
-        top_k=np.uint8(3),
-        seed=np.int32(-3),
-        stop_token_ids=np.array([4, 5]),
-        allowed_token_ids=[np.int16(6)],
-        logit_bias={np.int64(7): np.float32(1.5)},
-    )
-    numbers = [params.n, params.temperature, params.top_k, params.seed, *params.stop_token_ids]
-    numbers += params.allowed_token_ids
-    assert numbers == [2, 0.5, 3, -3, 4, 5, 6]
-    assert {type(number) for number in numbers} == {int, float}
-    assert [(type(token), type(bias)) for token, bias in params.logit_bias.items()] == [(int, float)]
+    numbers = {"n": np.int64(2), "temperature": np.float32(0.5), "top_k": np.uint8(3), "seed": np.int32(-3)}
+    tokens = {"stop_token_ids": np.array([4, 5]), "allowed_token_ids": [np.int16(6)]}
+    params = SamplingParams(**numbers, **tokens, logit_bias={np.int64(7): np.float32(1.5)})
+    [(biased, bias)] = params.logit_bias.items()
+    found = [params.n, params.temperature, params.top_k, params.seed, *params.stop_token_ids]
+    found += [*params.allowed_token_ids, biased, bias]
+    assert found == [2, 0.5, 3, -3, 4, 5, 6, 7, 1.5]
+    assert [type(one) for one in found] == [int, float, *[int] * 6, float]
 
 
 def test_a_field_can_be_changed_to_what_it_could_be_made_with_and_to_nothing_else():

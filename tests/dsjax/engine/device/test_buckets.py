@@ -8,15 +8,8 @@ from hypothesis import strategies as st
 
 from dsjax.engine.contract.commands import TOKEN_MADE, PrefillRow, RankStep, Step, int32s
 from dsjax.engine.contract.speculative import SpeculativeConfig
-from dsjax.engine.device.buckets import (
-    ACCELERATOR_LAUNCH_TOKENS,
-    CPU_LAUNCH_TOKENS,
-    SCORED_CHUNK,
-    SMALLEST_CHUNK,
-    Buckets,
-    Rectangle,
-    num_decodes,
-)
+from dsjax.engine.device import buckets as launch_buckets
+from dsjax.engine.device.buckets import SMALLEST_CHUNK, Buckets, Rectangle, num_decodes
 from dsjax.engine.device.launch_rows import makes_token
 
 
@@ -28,23 +21,18 @@ def rank_of(decodes: int, prefills: list[PrefillRow]) -> RankStep:
     return RankStep([], [], int32s(value for slot in range(decodes) for value in (slot, 9999)), prefills, [])
 
 
-def prompts_of(*lengths: int) -> RankStep:
-    return rank_of(0, [row(length) for length in lengths])
-
-
-RANGES = (None, [[1, 1, 0], [2, 5, 2], [6, 4096, 1]])
+def drafting(ranges) -> SpeculativeConfig:
+    """Two drafts, or fewer by the number of running requests."""
+    drafts = {"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": ranges}
+    return SpeculativeConfig(method="mtp", **drafts)
 
 
 @st.composite
 def cases(draw):
     """Buckets, and a step within the limits that they cover; idle ranks and idle phases are frequent."""
     max_num_seqs, chunk = draw(st.integers(1, 40)), draw(st.integers(1, 300))
-    speculation = None
-    if draw(st.booleans()):
-        ranges = draw(st.sampled_from(RANGES))
-        speculation = SpeculativeConfig(
-            method="mtp", num_speculative_tokens=2, num_speculative_tokens_per_batch_size=ranges
-        )
+    ranges = st.sampled_from([None, [[1, 1, 0], [2, 5, 2], [6, 4096, 1]]])
+    speculation = draw(st.none() | ranges.map(drafting))
     buckets = Buckets.covering(max_num_seqs, chunk, mixed=draw(st.booleans()), speculation=speculation)
     ranks, most = [], 1
     for _ in range(draw(st.integers(1, 4))):
@@ -85,7 +73,7 @@ def test_every_row_is_laid_once_on_its_rank_into_a_compiled_shape_that_holds_it(
     for rank, own in zip(step.ranks, pieces, strict=True):
         assert sorted(own) == [(index, 0, prefill.length) for index, prefill in enumerate(rank.prefills)]
 
-    each = ACCELERATOR_LAUNCH_TOKENS if buckets.mixed else CPU_LAUNCH_TOKENS
+    each = launch_buckets.ACCELERATOR_LAUNCH_TOKENS if buckets.mixed else launch_buckets.CPU_LAUNCH_TOKENS
 
     def cost(launches) -> int:
         return sum(each + launch.prefill.rows * launch.prefill.chunk for launch in launches if launch.prefill)
@@ -130,7 +118,7 @@ def test_one_request_alone_needs_one_row_of_decodes_and_one_of_each_width_of_pro
     ],
 )
 def test_few_short_prompts_take_a_launch_each_as_long_as_that_costs_less(prompts, on_cpu, on_accelerators):
-    step = Step([prompts_of(*prompts), rank_of(0, [])])
+    step = Step([rank_of(0, [row(length) for length in prompts]), rank_of(0, [])])
     for mixed, expected in ((False, on_cpu), (True, on_accelerators)):
         buckets = Buckets.covering(8, 256, mixed=mixed)
         assert [launch.prefill for launch in buckets.launches(step)] == expected
@@ -138,7 +126,7 @@ def test_few_short_prompts_take_a_launch_each_as_long_as_that_costs_less(prompts
 
 def test_prompts_to_be_scored_come_last_one_a_rank_in_pieces_that_follow_each_other():
     buckets = Buckets.covering(4, 200, mixed=True)
-    assert buckets.scored == Rectangle(1, SCORED_CHUNK)
+    assert buckets.scored == Rectangle(1, launch_buckets.SCORED_CHUNK)
     long, short = row(150, scored=150, top_scores=1), row(70, scored=69, top_scores=1)
     again = row(90)  # preempted after its prompt was scored
     step = Step([rank_of(1, [long, row(9), short]), rank_of(0, [again])])
@@ -154,15 +142,12 @@ def test_prompts_to_be_scored_come_last_one_a_rank_in_pieces_that_follow_each_ot
 
 
 def test_only_the_numbers_of_drafts_that_a_load_can_ask_for_are_compiled():
-    speculation = SpeculativeConfig(
-        method="mtp", num_speculative_tokens=2, num_speculative_tokens_per_batch_size=[[1, 4, 2], [5, 8, 1], [9, 99, 0]]
-    )
+    speculation = drafting([[1, 4, 2], [5, 8, 1], [9, 99, 0]])
     buckets = Buckets((1, 8, 16), (Rectangle(1, 64),), mixed=True, speculation=speculation)
     assert buckets.proposals == (1, 2)
     assert set(buckets.shapes()) == {
         # One row may be of 1 to 16 that are running; nine rows draft nothing.
-        *((Rectangle(1, 1 + n), None, (n,) if n else ()) for n in (0, 1, 2)),
-        *((Rectangle(8, 1 + n), None, (n,) if n else ()) for n in (0, 1, 2)),
+        *((Rectangle(rows, 1 + n), None, (n,) if n else ()) for rows in (1, 8) for n in (0, 1, 2)),
         (Rectangle(16, 1), None, ()),
         (None, Rectangle(1, 64), (1, 2)),
         *((Rectangle(16, 1 + n), Rectangle(1, 64), (n,) if n else ()) for n in (0, 1, 2)),
@@ -170,9 +155,6 @@ def test_only_the_numbers_of_drafts_that_a_load_can_ask_for_are_compiled():
 
 
 def test_a_measured_number_of_drafts_compiles_all_and_drafts_after_every_prompt():
-    speculation = SpeculativeConfig(
-        method="mtp", num_speculative_tokens=2, num_speculative_tokens_per_batch_size="auto"
-    )
-    shapes = Buckets((16,), (Rectangle(1, 64),), mixed=True, speculation=speculation).shapes()
+    shapes = Buckets((16,), (Rectangle(1, 64),), mixed=True, speculation=drafting("auto")).shapes()
     assert [drafts for decode, prefill, drafts in shapes if prefill is None] == [(), (1,), (2,)]
     assert [drafts for decode, prefill, drafts in shapes if prefill is not None] == [(1, 2), (1,), (1,), (2,)]

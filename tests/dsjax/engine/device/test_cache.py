@@ -1,21 +1,22 @@
-"""The cache on the devices: its bytes, how many pages fit, and that a step updates it in place.
-
-These are the tests of `device/programs.py` too.
-"""
+"""The cache on the devices: its bytes, how many pages fit, steps that update it in place. Also tests `device/programs.py`."""
 
 import dataclasses
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from tiny_steps import PAGES, RANKS, limits_of, step_of, tiny
 
 from dsjax.engine.device import cache as device_cache
 from dsjax.engine.device import device_state
 from dsjax.engine.device.buckets import Rectangle
 from dsjax.engine.device.cache import Pool
-from dsjax.engine.device.programs import Programs
+from dsjax.engine.device.programs import Programs, RepeatedPut
 from dsjax.errors import UserError
+from sharding import MeshSpec
+from sharding.arrays import put
 
 
 @pytest.mark.parametrize(
@@ -55,14 +56,10 @@ def test_the_host_s_share_bounds_the_pages_and_too_few_are_an_error():
 def test_what_is_allocated_is_what_was_counted():
     step, limits = tiny("dp=2,tp=2", mla_prefill="CD", mla_decode="CD"), limits_of(RANKS)
     cache = Programs(step, {}, device_state.describe(step, limits), limits).allocate().cache
+    shards = [shard for array in cache.values() for shard in array.addressable_shards]
     for device in step.mesh.devices.flat:
-        held = [
-            shard.data.nbytes
-            for array in cache.values()
-            for shard in array.addressable_shards
-            if shard.device == device
-        ]
-        assert sum(held) == PAGES * device_cache.bytes_per_page(step)
+        held = sum(shard.data.nbytes for shard in shards if shard.device == device)
+        assert held == PAGES * device_cache.bytes_per_page(step)
     assert not any(np.asarray(array).any() for array in cache.values())
 
 
@@ -87,3 +84,23 @@ def test_the_cache_of_an_accelerator_gets_what_weights_and_steps_leave_of_the_po
     full = dataclasses.replace(pool, used=899 * page)
     with pytest.raises(UserError, match=r"room for 0 pages .* step's temporaries .* a higher --gpu-memory-utilization"):
         device_cache.pages_that_fit(step, 7, full)
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=4", "dp=2,tp=2"])
+def test_what_is_put_again_and_again_lies_where_put_has_it(mesh):
+    spec = MeshSpec.parse(mesh)
+    rows = NamedSharding(spec.arrange(jax.devices()[: spec.num_devices]), P(spec.batch_axes))
+    put_rows, rng = RepeatedPut(rows), np.random.default_rng(0)
+    for shape in [(4, 3), (8, 2), (4, 3), (4, 0), (4, 3), (4, 0)]:
+        values = rng.integers(-9, 9, shape, np.int32)
+        found, expected = both = put_rows(values), put(values, rows)
+        np.testing.assert_array_equal(found, values)
+        assert (found.aval, found.sharding, found.committed) == (expected.aval, rows, True)
+        held = [[(one.device, one.index, one.data.tolist()) for one in array.addressable_shards] for array in both]
+        assert held[0] == held[1]
+
+
+def test_values_of_a_type_that_jax_narrows_are_narrowed_each_time():
+    put_rows = RepeatedPut(NamedSharding(MeshSpec.parse("dp=2").arrange(jax.devices()[:2]), P("dp")))
+    for _ in range(3):
+        assert put_rows(np.arange(4)).dtype == np.int32

@@ -1,11 +1,15 @@
 """XLA compiles an engine's programs on CPUs with less work, which changes no bit, and leaves what XLA_FLAGS says as it is."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsjax.engine.afd.layer_programs import Side
 from dsjax.engine.device.compiler_options import compiler_options
+from sharding import MeshSpec
 from sharding.sums import add_by_halves
 
 
@@ -26,18 +30,24 @@ def test_options_are_for_cpus_alone(monkeypatch):
     assert compiler_options("cpu")
 
 
-def test_what_xla_flags_says_is_left_as_it_is(monkeypatch):
+def test_what_xla_flags_or_the_file_that_it_names_says_is_left_as_it_is(monkeypatch, tmp_path):
     every = names(monkeypatch, "--xla_force_host_platform_device_count=32")
     assert {"xla_backend_optimization_level", "xla_cpu_parallel_codegen_split_count"} <= every
-    assert names(monkeypatch, "--xla_backend_optimization_level=0") == every - {"xla_backend_optimization_level"}
     assert not names(monkeypatch, " ".join(f"--{name}=1" for name in every))
-
-
-def test_what_the_file_says_that_xla_flags_names_is_left_as_it_is(monkeypatch, tmp_path):
-    every = names(monkeypatch, "")
     (path := tmp_path / "flags").write_text("--xla_backend_optimization_level=2\n")
-    assert names(monkeypatch, f" {path}") == every - {"xla_backend_optimization_level"}
+    for flags in ("--xla_backend_optimization_level=0", f" {path}"):
+        assert names(monkeypatch, flags) == every - {"xla_backend_optimization_level"}
     assert names(monkeypatch, str(tmp_path / "missing")) == every
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_layers_with_experts_apart_are_compiled_like_a_whole_step(monkeypatch, is_exact):
+    """With XLA's defaults, DeepSeek-V4's compressed entries had other bits than in a whole step."""
+    monkeypatch.setenv("XLA_FLAGS", "")
+    step = SimpleNamespace(mesh=MeshSpec.parse("dp=1").build(), is_exact=is_exact)
+    lowered = SimpleNamespace(compile=lambda compiler_options=None: compiler_options)
+    options = Side(MeshSpec.parse("dp=1"), waits=True).build(lowered, step)
+    assert ("xla_backend_optimization_level" in options) == is_exact
 
 
 @pytest.mark.slow

@@ -12,22 +12,23 @@ from tiny_steps import PAGES, RANKS, G, limits_of, tiny
 from dsjax.engine.contract.commands import Admission, RankStep, Sampling, Step
 from dsjax.engine.device import device_state, slots
 from dsjax.engine.device.launch_rows import pack_admissions
+from dsjax.engine.device.sampler import SlotSampling
 
 
 def filled_state(step, dtype=np.float32, limits=None):
     """A state whose cache counts up from 1, and whose MTP entries are all there."""
     described = device_state.describe(step, limits or limits_of(step.spec.dp_size), 1)
-    host = {
-        name: np.arange(1, 1 + np.prod(array.shape)).reshape(array.shape).astype(dtype)
-        for name, array in described.cache.items()
-    }
-    cache = {name: jax.device_put(array, described.cache[name].sharding) for name, array in host.items()}
-    filled = jax.device_put(np.ones(described.filled.shape, bool), described.filled.sharding)
-    rest = jax.tree.map(
-        lambda one: jax.device_put(np.zeros(one.shape, one.dtype), one.sharding),
-        dataclasses.replace(described, cache={}, filled=None),
-    )
-    return host, dataclasses.replace(rest, cache=cache, filled=filled)
+    count = lambda array: np.arange(1, 1 + np.prod(array.shape)).reshape(array.shape).astype(dtype)  # noqa: E731
+    host = {name: count(array) for name, array in described.cache.items()}
+    empty = jax.tree.map(lambda one: np.zeros(one.shape, one.dtype), dataclasses.replace(described, cache=host))
+    filled = dataclasses.replace(empty, cache=host, filled=np.ones(described.filled.shape, bool))
+    return host, jax.tree.map(lambda array, one: jax.device_put(array, one.sharding), filled, described)
+
+
+def cleared(array, pages):
+    expected = array.copy()
+    expected[:, pages] = 0
+    return expected
 
 
 @pytest.mark.parametrize(("layout", "form"), [("dp=2", "A_CC"), ("dp=2,tp=2", "CD")])
@@ -42,9 +43,7 @@ def test_marked_pages_become_zero_in_all_layers_and_no_other_page_changes(layout
     marked = np.array([[False, True, False], [False, False, True]])
     after = jax.jit(partial(device_state.clear_pages, step))(state, marked)
     for name, array in before.items():
-        expected = array.copy()
-        expected[:, [1, PAGES + 2]] = 0
-        np.testing.assert_array_equal(after.cache[name], expected)
+        np.testing.assert_array_equal(after.cache[name], cleared(array, [1, PAGES + 2]))
         assert after.cache[name].dtype == dtype
     np.testing.assert_array_equal(after.filled, ~np.repeat(marked.reshape(-1, 1), G, axis=1))
 
@@ -55,16 +54,15 @@ def test_an_admission_sets_how_its_slot_samples_and_no_other_slot():
     sampling = Sampling(7, 2**63 + 5, 0.5, 0.25, 3, 0.125, 1.0, -1.0, 2.0)
     ranks = [RankStep([], [], b"", [], []), RankStep([Admission(1, 4, 9, sampling)], [], b"", [], [])]
     (packed,) = pack_admissions(Step(ranks), [[], []])
-    after = jax.jit(partial(slots.admit, step))(state, packed).sampling
+    rows = jax.jit(partial(slots.admit, step))(state, packed).slots
+    after = SlotSampling.unpack(rows[1, 1, device_state.SAMPLING : device_state.DRAFTS])
     expected = {
         "num_prompt_tokens": 7, "seed": 5, "seed_high": 2**31, "top_k": 3, "temperature": 0.5, "top_p": 0.25, "min_p": 0.125,
         "presence": 1.0, "frequency": -1.0, "repetition": 2.0,
     }  # fmt: skip
-    assert {name: getattr(after, name)[1, 1].item() for name in expected} == expected
-    assert all(
-        np.delete(np.asarray(getattr(after, name)).reshape(-1), after.top_k.shape[1] + 1).sum() == 0
-        for name in expected
-    )
+    assert {name: getattr(after, name).item() for name in expected} == expected
+    assert rows[1, 1, : device_state.SAMPLING].tolist() == [4, 9, 0]
+    assert not np.delete(np.asarray(rows).reshape(-1, rows.shape[-1]), rows.shape[1] + 1, axis=0).any()
 
 
 def test_pages_are_copied_within_their_rank_in_all_layers_with_what_the_mtp_module_has_of_them():
@@ -103,12 +101,9 @@ def test_pages_of_both_kinds_are_cleared_by_their_numbers_in_commands(monkeypatc
     marked = np.zeros((RANKS, PAGES + W), bool)
     marked[0, [1, PAGES + 2]] = marked[1, PAGES + 3] = True
     after = jax.jit(partial(device_state.clear_pages, step))(state, marked)
-    cleared = {"latent": [2, W + 3], "rope": [1]}
-    for name, array in before.items():
-        expected = array.copy()
-        expected[:, cleared[name]] = 0
-        np.testing.assert_array_equal(after.cache[name], expected)
-    assert np.flatnonzero(~np.asarray(after.filled).all(axis=1)).tolist() == cleared["latent"]
+    for name, pages in (("latent", [2, W + 3]), ("rope", [1])):
+        np.testing.assert_array_equal(after.cache[name], cleared(before[name], pages))
+    assert np.flatnonzero(~np.asarray(after.filled).all(axis=1)).tolist() == [2, W + 3]
 
 
 @pytest.mark.parametrize(("table", "moving", "staying"), [("window", "latent", "rope"), ("context", "rope", "latent")])
@@ -124,7 +119,6 @@ def test_pages_of_a_kind_are_taken_and_put_without_touching_the_other(monkeypatc
     np.testing.assert_array_equal(taken[moving][1, 0], before[moving][:, first + 2])
     zeros = {name: np.zeros(array.shape, array.dtype) for name, array in taken.items()}
     after = jax.jit(partial(device_state.put_pages, step, table=table))(state, zeros, pages)
-    expected = before[moving].copy()
-    expected[:, [0, 1, first, first + 2]] = 0  # page 0 is nobody's
-    np.testing.assert_array_equal(after.cache[moving], expected)
+    nobodys = [0, first]  # each rank's page 0
+    np.testing.assert_array_equal(after.cache[moving], cleared(before[moving], [*nobodys, 1, first + 2]))
     np.testing.assert_array_equal(after.cache[staying], before[staying])

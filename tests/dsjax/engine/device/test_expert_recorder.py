@@ -32,9 +32,9 @@ def report(tokens: int):
 @pytest.fixture
 def recorder(monkeypatch):
     monkeypatch.setattr(expert_recorder, "_SECONDS", 1e9)  # nothing is read because of the time
-    recorder = ExpertRecorder(tiny("dp=2"))
-    recorder._last_read_time = expert_recorder.time.monotonic()
-    return recorder
+    made = ExpertRecorder(tiny("dp=2"))
+    made._last_read_time = expert_recorder.time.monotonic()
+    return made
 
 
 def test_tokens_are_added_by_slot_and_by_logical_expert_wherever_it_was(recorder):

@@ -1,23 +1,11 @@
-"""What a launch sends to the devices (the integers of its rows, of the pages that they gained, and admissions before it).
-
-Also which rules of a slot's request run there.
-"""
+"""What a launch sends to the devices (integers of rows and of pages that they gained, admissions), and which rules run there."""
 
 import numpy as np
 import pytest
 from written_steps import MOST, PAGE, Told, decode, running
 
-from dsjax.engine.contract.commands import (
-    ALWAYS,
-    TOKEN_MADE,
-    Admission,
-    PageChange,
-    PrefillRow,
-    RankStep,
-    Sampling,
-    Step,
-    int32s,
-)
+from dsjax.engine.contract import commands
+from dsjax.engine.contract.commands import ALWAYS, Admission, PrefillRow, RankStep, Sampling, Step, int32s
 from dsjax.engine.contract.executor import RankResults, RowResult
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.device.buckets import Launch, Rectangle, RowPiece
@@ -34,6 +22,13 @@ V = 70  # no multiple of 32
 
 def columns(packed, widths):
     return [part.tolist() for part in np.split(packed, np.cumsum(widths)[:-1])]
+
+
+def admitted(slots, admissions, decodes, *prefills):
+    """A step with these admissions and rows, and a table of so many slots that it was entered in."""
+    table, step = SlotTable(1, slots, V), Step([RankStep(admissions, [], int32s(decodes), list(prefills), [])])
+    table.admit(step)
+    return table, step
 
 
 def test_a_launch_s_integers_are_its_rows_and_the_pages_that_they_gained():
@@ -77,8 +72,8 @@ def test_admissions_take_as_many_runs_as_they_need_and_page_changes_come_with_th
         assert (run[1] == -1).all()
     assert given == list(range(slots))
     assert changed == [(slot, index, index + 1) for slot in range(slots) for index in range(40)]
-    (nothing, _) = split_page_changes(StepWriter(1, PAGE).write(decode([])), 3, 100)
-    assert list(pack_admissions(StepWriter(1, PAGE).write(decode([])), nothing)) == []
+    step = StepWriter(1, PAGE).write(decode([]))
+    assert list(pack_admissions(step, split_page_changes(step, 3, 100)[0])) == []
 
 
 def test_rules_are_active_only_while_they_change_something():
@@ -87,9 +82,7 @@ def test_rules_are_active_only_while_they_change_something():
     biases = rules.biases().astype("<i4").tobytes()
     waiting = Admission(0, 0, 1, Sampling(1, 0), biases=biases)
     assert SlotRules.of(waiting).greedy_after == 2
-    table = SlotTable(1, 2, V)
-    step = Step([RankStep([waiting], [], int32s((0, 9)), [], [])])
-    table.admit(step)
+    table, step = admitted(2, [waiting], (0, 9))
     wants = lambda: bool(table._needs_rules[0, 0])  # noqa: E731
     for tokens, still in (((5,), True), ((6,), False)):
         assert wants()
@@ -112,10 +105,9 @@ def test_rules_are_active_only_while_they_change_something():
 def test_nothing_runs_for_a_row_that_the_step_s_greedy_token_serves_and_no_draw_for_one_to_be_scored(
     sampling, more, draws, scored
 ):
-    admission, table = Admission(1, 0, 1, Sampling(1, 0, **sampling), **more), SlotTable(1, 2, V)
+    admission = Admission(1, 0, 1, Sampling(1, 0, **sampling), **more)
     assert SlotRules.of(admission).greedy_after == (ALWAYS if sampling or more else 0)
-    step = Step([RankStep([admission], [], int32s((1, 9)), [], [])])
-    table.admit(step)
+    table, step = admitted(2, [admission], (1, 9))
     shape = LaunchShape(GroupShape(1, 1, MOST, "A_CC"), None, PAGE)
     rules = table.rules_of(step, Launch(Rectangle(1, 1), None, [[]]), shape)
     assert (rules.ops is not None, rules.scored) == (draws, scored)
@@ -124,11 +116,9 @@ def test_nothing_runs_for_a_row_that_the_step_s_greedy_token_serves_and_no_draw_
 
 def test_biases_and_masks_are_of_every_position_of_their_row():
     rules = {"biases": int32s([3, 0, ALWAYS]), "allowed": int32s([7, 0, 0])}
-    table = SlotTable(1, 4, V)
-    prompt = PrefillRow(2, 0, int32s([1, 2]), TOKEN_MADE, 9)
+    prompt = PrefillRow(2, 0, int32s([1, 2]), commands.TOKEN_MADE, 9)
     admissions = [Admission(slot, 0, 1, Sampling(1, 0), **rules) for slot in (1, 2)]
-    step = Step([RankStep(admissions, [], int32s((0, 9, 1, 9)), [prompt], [])])
-    table.admit(step)
+    table, step = admitted(4, admissions, (0, 9, 1, 9), prompt)
     shape = LaunchShape(GroupShape(2, 3, MOST, "A_CC"), GroupShape(1, 4, MOST, "CC"), PAGE, 9)
     launch = Launch(Rectangle(2, 3), Rectangle(1, 4), [[RowPiece(0, 0, 2)]])
     found = table.rules_of(step, launch, shape)
@@ -140,6 +130,7 @@ def test_biases_and_masks_are_of_every_position_of_their_row():
 
 
 def test_tables_count_window_pages_from_0():
-    step = Step([RankStep([], [PageChange(3, 0, [7, 8]), PageChange(3, 50, [102])], b"", [], [])])
+    changes = [commands.PageChange(3, 0, [7, 8]), commands.PageChange(3, 50, [102])]
+    step = Step([RankStep([], changes, b"", [], [])])
     within, before = split_page_changes(step, 8, 100)
     assert (within, before) == ([[(3, 0, 7), (3, 1, 8), (3, 50, 2)]], [[]])

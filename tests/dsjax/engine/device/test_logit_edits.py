@@ -1,7 +1,4 @@
-"""Penalties, biases, bans and masks: what the device applies of a request's rules is what the published formulas say.
-
-These are the tests of `device/sampler.py` too.
-"""
+"""What the device applies of penalties, biases, bans and masks is what the formulas say. Also tests `device/sampler.py`."""
 
 from typing import NamedTuple
 
@@ -11,22 +8,13 @@ import pytest
 
 from dsjax.engine.contract.commands import ALWAYS
 from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.device import sampler
 from dsjax.engine.device.buckets import padded_pieces
-from dsjax.engine.device.sampler import (
-    BIASES_PER_POSITION,
-    add_biases,
-    allowed,
-    bias_width,
-    counts_along_drafts,
-    mask_words,
-    penalise,
-)
+from dsjax.engine.device.sampler import BIASES_PER_POSITION, allowed, bias_width, counts_along_drafts, mask_words
 from dsjax.engine.text.logit_rules import LogitRules
 
 V = 70  # no multiple of 32
-
-
-add, penalised = jax.jit(add_biases), jax.jit(penalise)
+add, penalised = jax.jit(sampler.add_biases), jax.jit(sampler.penalise)
 
 
 class Row(NamedTuple):
@@ -40,10 +28,8 @@ class Row(NamedTuple):
     @property
     def counts(self) -> np.ndarray:
         """What the device has counted: the admission's pairs, spread over the vocabulary."""
-        found = np.zeros(V, np.int32)
         tokens, codes = self.rules.counts(self.prompt, self.output).T
-        found[tokens] = codes
-        return found
+        return np.bincount(tokens, codes, V).astype(np.int32)
 
     @property
     def mask(self) -> np.ndarray:
@@ -125,29 +111,25 @@ def test_logits_are_changed_as_published(case):
 def test_a_row_is_changed_by_its_own_request_alone():
     rng = np.random.default_rng(5)
     logits = (rng.normal(size=(16, V)) * 5).astype(np.float32)
-    rows, expected = [], logits.astype(np.float64)
+    rows, expected = [None] * 16, logits.astype(np.float64)
     for row in range(16):
-        case = dict(CASES[row % len(CASES)])
-        prompt, output = rng.integers(0, V, 9).tolist(), rng.integers(0, V, row % 4 * 5).tolist()
-        rows.append(None if row % 5 == 2 else request(prompt, output, **case))
-        if rows[-1] is not None:
-            expected[row] = published(logits[row], prompt, output, **case)
+        own = rng.integers(0, V, 9).tolist(), rng.integers(0, V, row % 4 * 5).tolist()
+        if row % 5 != 2:
+            rows[row] = request(*own, **CASES[row % len(CASES)])
+            expected[row] = published(logits[row], *own, **CASES[row % len(CASES)])
     np.testing.assert_allclose(changed(logits, rows), expected, atol=1e-4)
 
 
 def test_more_biases_than_one_run_has_room_for_are_applied_in_several_and_on_their_own_rank():
-    rng = np.random.default_rng(6)
     vocab = 5 * BIASES_PER_POSITION
-    logits = rng.normal(size=(2, 1, vocab)).astype(np.float32)
+    logits = np.random.default_rng(6).normal(size=(2, 1, vocab)).astype(np.float32)
     biases = {token: float(token % 7) for token in range(vocab - 3)}
-    rules = LogitRules(SamplingParams(logit_bias=biases), vocab)
-    entries = np.insert(rules.biases(), 0, 0, axis=1)
+    entries = np.insert(LogitRules(SamplingParams(logit_bias=biases), vocab).biases(), 0, 0, axis=1)
     runs = list(padded_pieces([entries, entries[:0]], bias_width(1), -1))
     assert len(runs) == 5
-    found, zero = logits.copy(), np.zeros(1, np.int32)
+    found, expected = logits, logits.copy()
     for piece in runs:
-        found = np.stack([add(found[rank], zero, piece[rank]) for rank in range(2)])
-    expected = logits.copy()
+        found = np.stack([add(found[rank], np.zeros(1, np.int32), piece[rank]) for rank in range(2)])
     expected[0, 0, : vocab - 3] += np.arange(vocab - 3) % 7
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
@@ -170,12 +152,9 @@ def test_counts_along_drafts_are_those_of_the_output_with_the_drafts_before():
     # Two rows with drafts, and between them a row of one position.
     rows = [drafts, [], drafts[::-1]]
     tokens, number = [9, *drafts, 9, 9, *drafts[::-1]], [0, 1, 2, 3, 0, 0, 1, 2, 3]
-    found = np.asarray(counts_along_drafts(np.tile(counts, (9, 1)), np.array(tokens), np.array(number), 3, 4))
-    expected = [
-        request(prompt, output + own[:place], frequency_penalty=1.0).counts
-        for own in rows
-        for place in range(1 + len(own))
-    ]
+    found = counts_along_drafts(np.tile(counts, (9, 1)), np.array(tokens), np.array(number), 3, 4)
+    outputs = [output + own[:place] for own in rows for place in range(1 + len(own))]
+    expected = [request(prompt, each, frequency_penalty=1.0).counts for each in outputs]
     np.testing.assert_array_equal(found, expected)
     same = counts_along_drafts(np.tile(counts, (9, 1)), np.full(9, 9), np.arange(9), 8, 4)
     assert np.asarray(same).max() == 2 * 4 + 1

@@ -1,7 +1,4 @@
-"""Pages that were sent ahead of a step are placed where its command says, each from the first store that has it.
-
-These are the tests of `device/access.py` too.
-"""
+"""Pages that were sent ahead are placed where a command says, from the first store that has them. Also tests `device/access.py`."""
 
 from types import SimpleNamespace
 
@@ -31,30 +28,22 @@ class Numbered(PageStore):
         self.forgotten.append((rank, number))
 
 
-class Device:
-    """Places pages in a table: of each rank the page to the number that was staged for it."""
+def staging(ranks: int, *stores):
+    """Return, for each rank, a dict from a placed page to the number that was staged for it, and a function that executes a command."""
+    tables, commands = [{} for _ in range(ranks)], CommandTable()
 
-    def __init__(self, ranks: int):
-        self.tables = [{} for _ in range(ranks)]
-        self.state, self.limits = SimpleNamespace(start="placed"), SimpleNamespace(pages_per_rank=100)
-        self.programs = SimpleNamespace(get=lambda *key: self.put)
-
-    def send(self, array):
-        return array
-
-    def put(self, state, staged, pages):
-        for table, numbers, places in zip(self.tables, staged["page"], pages, strict=True):
+    def put(state, staged, pages):
+        for table, numbers, places in zip(tables, staged["page"], pages, strict=True):
             table |= {int(page): int(number) for number, page in zip(numbers, places, strict=False) if page}
         return state
 
-
-def staging(ranks: int, *stores):
-    device, table = Device(ranks), CommandTable()
-    pages = PageStaging(device)
+    state, limits = SimpleNamespace(slots="placed"), SimpleNamespace(pages_per_rank=100)
+    programs = SimpleNamespace(get=lambda *key: put)
+    pages = PageStaging(SimpleNamespace(state=state, limits=limits, programs=programs, send=lambda array: array))
     for store in stores:
         pages.add(store)
-    pages.register(table)
-    return pages, device, lambda command: list(table[type(command)].execute(None, command))
+    pages.register(commands)
+    return tables, lambda command: list(commands[type(command)].execute(None, command))
 
 
 def ranks_of(*numbers):
@@ -62,25 +51,25 @@ def ranks_of(*numbers):
 
 
 def test_each_page_comes_from_the_store_that_has_it_to_the_place_that_its_rank_names():
-    _, device, run = staging(2, Numbered([5, 6]), Numbered([70, 71]))
+    tables, run = staging(2, Numbered([5, 6]), Numbered([70, 71]))
     run(FetchPages(ranks_of([70, 5, 71], [6]), 1))
     run(PlacePages(ranks_of([11, 12, 13], [14]), 1))
-    assert device.tables == [{11: 70, 12: 5, 13: 71}, {14: 6}]
+    assert tables == [{11: 70, 12: 5, 13: 71}, {14: 6}]
 
 
 def test_what_was_staged_before_the_pages_that_are_placed_is_dropped_and_what_came_later_waits():
-    _, device, run = staging(1, Numbered([5, 6, 7]))
+    tables, run = staging(1, Numbered([5, 6, 7]))
     for number in (1, 2, 3):
         run(FetchPages(ranks_of([number + 4]), number))
     run(PlacePages(ranks_of([12]), 2))
     run(PlacePages(ranks_of([11]), 1))  # its step was given up
     run(PlacePages(ranks_of([13]), 3))
-    assert device.tables == [{12: 6, 13: 7}]
+    assert tables == [{12: 6, 13: 7}]
 
 
 def test_pages_to_be_read_are_asked_for_by_rank_number_and_name_and_others_forgotten_everywhere():
     stores = Numbered([]), Numbered([])
-    _, _, run = staging(2, *stores)
+    _, run = staging(2, *stores)
     asked = []
     stores[1].read = lambda *page: asked.append(page)
     first, second = b"a" * NAME_BYTES, b"b" * NAME_BYTES
@@ -91,23 +80,23 @@ def test_pages_to_be_read_are_asked_for_by_rank_number_and_name_and_others_forgo
 
 @pytest.mark.parametrize("command", [FetchPages([b""], 1), PlacePages([b""], 1), ReadPages([b""], [b""], [b""])])
 def test_without_a_page_store_no_command_that_brings_pages_is_carried_out(command):
-    _, _, run = staging(1)
+    _, run = staging(1)
     with pytest.raises(ValueError, match=f"no part of this executor carries out {type(command).__name__}"):
         run(command)
 
 
 def test_a_page_that_no_store_has_is_refused_before_anything_is_staged():
-    _, device, run = staging(2, Numbered([1]), Numbered([2]))
+    tables, run = staging(2, Numbered([1]), Numbered([2]))
     message = r"FetchPages names the pages \[5, 6\] of rank 1, which no page store of this executor has"
     with pytest.raises(ValueError, match=message):
         run(FetchPages(ranks_of([1, 2], [5, 2, 6]), 1))
     run(PlacePages(ranks_of([11, 12], [15, 16, 17]), 1))
-    assert device.tables == [{}, {}]
+    assert tables == [{}, {}]
 
 
 def test_where_no_store_reads_pages_can_be_dropped_and_a_request_to_read_is_refused():
     store = Numbered([1])
-    _, _, run = staging(1, store)
+    _, run = staging(1, store)
     run(ReadPages([b""], [b""], ranks_of([3])))
     assert store.forgotten == [(0, 3)]
     with pytest.raises(ValueError, match="ReadPages asks for pages by their names, and no page store of this executor"):

@@ -5,12 +5,8 @@ import os
 import jax
 import pytest
 
-from dsjax.engine.device.process import (
-    OutOfDeviceMemoryError,
-    available_bytes,
-    explained_out_of_memory,
-    size_memory_pool,
-)
+from dsjax.engine.device import process
+from dsjax.engine.device.process import OutOfDeviceMemoryError, available_bytes, explained_out_of_memory
 
 
 def test_a_container_s_limit_counts_where_it_is_less_than_the_machine_s_memory(tmp_path):
@@ -27,21 +23,17 @@ def test_the_pool_is_sized_before_jax_starts_and_not_after(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     jax.devices()  # the backend runs
-    size_memory_pool(0.8)
+    process.size_memory_pool(0.8)
     assert os.environ.get("XLA_CLIENT_MEM_FRACTION") is None
-    monkeypatch.setattr("dsjax.engine.device.process.backend_is_running", lambda: False)
-    size_memory_pool(0.8)
+    monkeypatch.setattr(process, "backend_is_running", lambda: False)
+    process.size_memory_pool(0.8)
     assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.8"
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ  # JAX refuses both
 
 
 def test_running_out_of_memory_says_while_doing_what_and_what_to_do():
-    with (
-        pytest.raises(
-            OutOfDeviceMemoryError, match=r"no memory left for 1234 bytes while a step was launched.*; give less"
-        ),
-        explained_out_of_memory("a step was launched", "give less"),
-    ):
+    says = r"no memory left for 1234 bytes while a step was launched.*; give less"
+    with pytest.raises(OutOfDeviceMemoryError, match=says), explained_out_of_memory("a step was launched", "give less"):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1234 bytes.")
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), explained_out_of_memory("a step", "give less"):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")

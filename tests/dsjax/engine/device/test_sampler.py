@@ -5,25 +5,18 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
+import scipy.special
 
 from dsjax.engine.contract.sampling_params import MAX_LOGPROBS
-from dsjax.engine.device.sampler import (
-    NONE_ALLOWED,
-    SamplingOps,
-    SlotSampling,
-    _threshold,
-    _uniform,
-    greedy,
-    sample,
-    score,
-)
+from dsjax.engine.device import sampler
+from dsjax.engine.device.sampler import NONE_ALLOWED, SamplingOps, SlotSampling, greedy
 from dsjax.model.softmax import log_softmax
 
 V = 24
 DRAWS = 4096
 LOGITS = (np.random.default_rng(0).normal(size=V) * 1.5).astype(np.float32)
 
-run, scores_of = jax.jit(sample), jax.jit(score)
+run, scores_of, threshold = jax.jit(sampler.sample), jax.jit(sampler.score), jax.jit(sampler._threshold)
 
 
 class Row(NamedTuple):
@@ -41,13 +34,11 @@ class Row(NamedTuple):
 def settings(ranks: int, count: int, rows_of_ranks=()) -> tuple[SlotSampling, np.ndarray]:
     """Rows by rank, and how many tokens each has made; those without settings are greedy."""
     dtypes = {"seed": np.uint32, "seed_high": np.uint32, "top_k": np.int32, "made": np.int32}
-    arrays = {
-        name: np.full((ranks, count), default, dtypes.get(name, np.float32))
-        for name, default in Row(temperature=0)._asdict().items()
-    }
+    arrays = {name: np.zeros((ranks, count), dtypes.get(name, np.float32)) for name in Row._fields}
+    arrays["top_p"][:] = 1
     for rank, rows in enumerate(rows_of_ranks):
         for row, one in enumerate(rows):
-            for name, value in (one or Row(temperature=0))._asdict().items():
+            for name, value in one._asdict().items() if one else ():
                 arrays[name][rank, row] = value
     made = arrays.pop("made")
     unused = dict.fromkeys(("num_prompt_tokens", "presence", "frequency", "repetition"), made)
@@ -61,11 +52,6 @@ def sampled(logits, rows_of_requests, changed=None):
     given = [one for own in rows_of_requests for one in own if one is not None]
     wanted = SamplingOps(np.array(any(one.top_k > 0 or one.top_p < 1 for one in given)))
     return jax.device_get(run(logits, logits if changed is None else changed, rows, made, wanted))
-
-
-def draw(count=DRAWS, logits=LOGITS, **params):
-    """So many tokens, each with a seed of its own."""
-    return sampled(np.broadcast_to(logits, (1, count, V)), [[Row(seed=s, **params) for s in range(count)]])[0]
 
 
 def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -99,23 +85,23 @@ def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     ],
 )
 def test_tokens_are_drawn_from_the_distribution_that_the_parameters_mean(params):
-    expected = distribution(LOGITS, **params)
-    counts = np.bincount(draw(**params), minlength=V)
-    assert not counts[expected == 0].any()
+    rows = [Row(seed=seed, **params) for seed in range(DRAWS)]
+    assert_drawn_from(distribution(LOGITS, **params), rows)
+
+
+def test_draws_of_one_request_are_as_independent_as_those_of_many():
+    assert_drawn_from(distribution(LOGITS), [Row(made=made, seed=7) for made in range(DRAWS)])
+
+
+def assert_drawn_from(expected, rows):
+    counts = np.bincount(sampled(np.broadcast_to(LOGITS, (1, DRAWS, V)), [rows])[0], minlength=V)
     support = expected > 0
+    assert not counts[~support].any()
     # χ² of the draws has (support − 1) degrees of freedom k: mean k, variance 2k. Six standard deviations above and a bit
     # for its tail; the seeds are fixed, so this passes always or never.
     degrees = support.sum() - 1
     statistic = np.sum((counts - DRAWS * expected)[support] ** 2 / (DRAWS * expected[support]))
     assert statistic <= degrees + 6 * np.sqrt(2 * degrees) + 6
-
-
-def test_draws_of_one_request_are_as_independent_as_those_of_many():
-    steps = [Row(made=made, seed=7, temperature=1.0) for made in range(DRAWS)]
-    tokens = sampled(np.broadcast_to(LOGITS, (1, len(steps), V)), [steps])[0]
-    expected = len(steps) * distribution(LOGITS)
-    statistic = np.sum((np.bincount(tokens, minlength=V) - expected) ** 2 / expected)
-    assert statistic <= V - 1 + 6 * np.sqrt(2 * (V - 1)) + 6
 
 
 def test_greedy_takes_the_most_probable_and_of_equals_the_lowest():
@@ -147,7 +133,8 @@ def test_the_same_seed_gives_the_same_token_in_any_row_and_rank_and_company(para
 def test_no_two_seeds_of_64_bits_share_their_noise_and_small_ones_fold_into_key_0():
     seeds = [0, 1, 2**32 - 1, 2**32, 2**32 + 1, 2**63, 2**64 - 3, 2**64 - 2, 2**64 - 1]
     high, low = np.array([divmod(seed, 2**32) for seed in seeds], np.uint32).T[:, None]
-    noise = np.stack([jax.jit(_uniform)(high, low, np.full((1, len(seeds)), made, np.int32))[0] for made in range(4)])
+    uniform = jax.jit(sampler._uniform)
+    noise = np.stack([uniform(high, low, np.full((1, len(seeds)), made, np.int32))[0] for made in range(4)])
     assert len({*map(tuple, noise.T.tolist())}) == len(seeds)
     for seed, drawn in zip(seeds[:3], noise.T, strict=False):
         key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), np.uint32(seed))
@@ -158,7 +145,7 @@ def test_every_token_can_be_drawn_where_all_are_kept_beside_a_truncated_row():
     logits = np.full((1, 2, V), -60.0, np.float32)
     logits[..., 0] = 0  # the others have probabilities of 1e-26, which vanish in the sum but not in the set
     rows, _ = settings(1, 2, [[Row(temperature=1.0), Row(temperature=1.0, top_p=0.5)]])
-    assert jax.jit(_threshold)(logits, rows).tolist() == [[-60.0, 0.0]]
+    assert threshold(logits, rows).tolist() == [[-60.0, 0.0]]
 
 
 def test_what_is_kept_is_what_sorting_in_float64_keeps():
@@ -170,10 +157,9 @@ def test_what_is_kept_is_what_sorting_in_float64_keeps():
         rows, _ = settings(1, 64)
         rows.top_p[:] = rng.choice([0.01, 0.3, 0.9, 0.999, 1], size=(1, 64))
         rows.top_k[:] = rng.choice([0, 1, 3, 50, 300, 500], size=(1, 64))
-        found = np.asarray(jax.jit(_threshold)(logits, rows))[0]
-        for least, x, top_p, top_k in zip(
-            found, logits[0].astype(np.float64), rows.top_p[0], rows.top_k[0], strict=True
-        ):
+        found = np.asarray(threshold(logits, rows))[0]
+        cases = zip(found, logits[0].astype(np.float64), rows.top_p[0], rows.top_k[0], strict=True)
+        for least, x, top_p, top_k in cases:
             values = np.unique(x)[::-1]
             enough = [np.sum(x >= value) >= (top_k or 300) for value in values]
             values = values[: enough.index(True) + 1] if True in enough else values
@@ -194,27 +180,20 @@ def test_a_row_whose_every_token_is_forbidden_gets_none_and_its_neighbour_does()
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_row_that_is_not_finite_gives_minus_one_and_its_neighbours_their_tokens(bad):
-    logits = np.broadcast_to(LOGITS, (2, 3, V)).copy()
-    clean = sampled(logits, [[Row(seed=s, temperature=1.0) for s in range(3)]] * 2)
+    logits, rows = np.broadcast_to(LOGITS, (2, 3, V)).copy(), [[Row(seed=seed) for seed in range(3)]] * 2
+    clean = sampled(logits, rows)
     logits[1, 1, 17] = bad
-    broken = sampled(logits, [[Row(seed=s, temperature=1.0) for s in range(3)]] * 2)
-    expected = clean.copy()
-    expected[1, 1] = -1
-    np.testing.assert_array_equal(broken, expected)
-    neighbours = np.ones((2, 3), bool)
-    neighbours[1, 1] = False
-    assert np.all(np.isfinite(scores_of(logits, broken).logprobs[neighbours]))
-    best = np.full((2, 3), int(np.argmax(LOGITS)))
-    best[1, 1] = -1
-    np.testing.assert_array_equal(greedy(logits), best)
+    broken, row = sampled(logits, rows), np.zeros((2, 3), bool)
+    row[1, 1] = True
+    np.testing.assert_array_equal(broken, np.where(row, -1, clean))
+    assert np.all(np.isfinite(scores_of(logits, broken).logprobs[~row]))
+    np.testing.assert_array_equal(greedy(logits), np.where(row, -1, np.argmax(LOGITS)))
 
 
 def test_logprobs_are_the_log_softmax_of_the_logits():
     rng = np.random.default_rng(4)
     logits, tokens = (rng.normal(size=(2, 3, V)) * 4).astype(np.float32), rng.integers(V, size=(2, 3))
-    found = scores_of(logits, tokens)
-    exact = logits.astype(np.float64)
-    exact -= np.log(np.exp(exact - exact.max(-1, keepdims=True)).sum(-1, keepdims=True)) + exact.max(-1, keepdims=True)
+    found, exact = scores_of(logits, tokens), scipy.special.log_softmax(logits.astype(np.float64), axis=-1)
     chosen = np.take_along_axis(exact, tokens[..., None], axis=-1)
     np.testing.assert_allclose(found.logprobs, chosen[..., 0], atol=2e-6)  # float32 of values up to 20
     np.testing.assert_array_equal(found.ranks, 1 + np.sum(exact > chosen, axis=-1))

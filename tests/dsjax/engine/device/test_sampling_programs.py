@@ -1,10 +1,8 @@
-"""Drawing with drafts draws what decoding alone draws: a text does not depend on its drafts.
+"""Drawing with drafts draws what decoding alone draws: a text does not depend on its drafts. Also tests `device/programs.py`.
 
 So texts are distributed exactly as without drafts, which is rejection sampling (Leviathan et al. 2023, arXiv 2211.17192);
 `test_sampler.py` holds the distribution of each draw. A Markov model of six tokens stands in for the model, and the programs are those
 that serving runs.
-
-These are the tests of `device/programs.py` too.
 """
 
 import functools
@@ -16,9 +14,9 @@ import numpy as np
 import pytest
 
 from dsjax.engine.contract.commands import ALWAYS
-from dsjax.engine.device import sampling_programs
+from dsjax.engine.device import device_state, sampling_programs
 from dsjax.engine.device.device_state import DeviceState
-from dsjax.engine.device.sampler import SamplingOps, SlotSampling
+from dsjax.engine.device.sampler import SamplingOps
 from dsjax.engine.device.slots import LaunchShape, Positions, StepRows
 from dsjax.model.rows import GroupShape
 from sharding import MeshSpec, Rules
@@ -33,21 +31,14 @@ DRAFTED = (3, 0, 5, 2, 1, 4)
 """What is drafted after each token: neither its most probable successor nor, for every token, an improbable one."""
 WIDTH = 1 + DRAFTS
 
+BIASES = ((5, 1.0, 2), (2, -0.5, ALWAYS), (0, -np.inf, 1))
 CASES = {
     "temperature": {"temperature": 0.8},
     "min_p": {"min_p": 0.25},
     "top_k, top_p and min_p": {"top_k": 4, "top_p": 0.9, "min_p": 0.05, "temperature": 1.3},
     "penalties": {"presence": 0.4, "frequency": 0.7, "repetition": 1.4},
-    "all": {
-        "temperature": 1.2,
-        "top_p": 0.95,
-        "min_p": 0.02,
-        "frequency": 0.5,
-        "biases": ((5, 1.0, 2), (2, -0.5, ALWAYS), (0, -np.inf, 1)),
-    },
+    "all": {"temperature": 1.2, "top_p": 0.95, "min_p": 0.02, "frequency": 0.5, "biases": BIASES},
 }
-
-
 DEFAULTS = dict.fromkeys(("temperature", "top_p", "repetition"), 1.0)
 DEFAULTS |= dict.fromkeys(("top_k", "min_p", "presence", "frequency"), 0.0)
 
@@ -56,20 +47,19 @@ DEFAULTS |= dict.fromkeys(("top_k", "min_p", "presence", "frequency"), 0.0)
 def programs():
     """A step of all slots as serving runs it: drafts entered, drawn, committed. The biases are a program of their own."""
     spec = MeshSpec.parse("dp=1")
-    rules = Rules.for_mesh(spec)
-    of_logits = rules.spec(("ranks", None, "vocab"))
-    step = SimpleNamespace(spec=spec, mesh=spec.build(), rules=rules, logits_spec=lambda positions: of_logits)
-    slots = jnp.arange(SLOTS, dtype=jnp.int32)[None]
-    nothing = jnp.zeros((1, 0), jnp.int32)
+    of_logits = Rules.for_mesh(spec).spec(("ranks", None, "vocab"))
+    step = SimpleNamespace(spec=spec, mesh=spec.build(), logits_spec=lambda positions: of_logits)
+    slots, nothing = jnp.arange(SLOTS, dtype=jnp.int32)[None], jnp.zeros((1, 0), jnp.int32)
     every = jnp.full((1, SLOTS * WIDTH, 1), -1, jnp.int32)
     shape = LaunchShape(GroupShape(SLOTS, WIDTH, 1, "CC"), None, 1)
 
     def positions_of(state: DeviceState, drafted):
-        tokens = [state.last_token]
+        tokens = [state.slots[..., device_state.LAST_TOKEN]]
         for _ in range(DRAFTS):
             tokens.append(drafted[tokens[-1]])
         length = jnp.full_like(slots, WIDTH)
-        at = Positions.of(StepRows(slots, state.start, length, length, jnp.stack(tokens, -1), *[nothing] * 5), shape)
+        start = state.slots[..., device_state.START]
+        at = Positions.of(StepRows(slots, start, length, length, jnp.stack(tokens, -1), *[nothing] * 5), shape)
         return at, jnp.asarray(LOGITS)[at.token]
 
     @jax.jit
@@ -89,26 +79,14 @@ def programs():
 
 
 def start(settings: dict[str, float], seeds: np.ndarray) -> DeviceState:
-    values = {name: np.full((1, SLOTS), value, np.float32) for name, value in settings.items()}
-    values["top_k"] = values["top_k"].astype(np.int32)
+    names = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+    floats = np.array([settings[name] for name in names], np.float32).view(np.int32)
+    rows = np.zeros((1, SLOTS, device_state.DRAFTS + DRAFTS), np.int32)
+    rows[..., : device_state.DRAFTS] = [len(PROMPT) - 1, PROMPT[-1], 0, len(PROMPT), 0, 0, settings["top_k"], *floats]
+    rows[..., device_state.SAMPLING + 1] = seeds
     counts = np.zeros((1, SLOTS, V), np.uint16)
     counts[..., list(PROMPT)] = 1
-    integers = np.zeros((1, SLOTS), np.int32)
-    words = {"seed": seeds[None].astype(np.uint32), "seed_high": np.zeros_like(seeds[None], np.uint32)}
-    sampling = SlotSampling(num_prompt_tokens=integers + len(PROMPT), **words, **values)
-    state = DeviceState(
-        cache={},
-        filled=None,
-        tables=integers[..., None],
-        start=integers + len(PROMPT) - 1,
-        last_token=integers + PROMPT[-1],
-        drafts=np.zeros((1, SLOTS, DRAFTS), np.int32),
-        num_drafts=integers,
-        sampling=sampling,
-        counts=counts,
-        copies=None,
-        loads=None,
-    )
+    state = DeviceState(cache={}, filled=None, tables=None, slots=rows, counts=counts, copies=None, loads=None)
     return jax.tree.map(jnp.asarray, state)
 
 
@@ -124,20 +102,15 @@ def run(drafted, biases=(), **settings) -> tuple[np.ndarray, np.ndarray]:
         for token, bias, until in biases
     ]
     packed = jnp.asarray(np.array(entries, np.int32).reshape(1, -1, 4)) if entries else None
-    texts, first = [], []
-    drafted = jnp.asarray(drafted)
+    texts, first, drafted = [], [], jnp.asarray(drafted)
     for batch in range(BATCHES):
-        state = start(s, np.arange(batch * SLOTS, (batch + 1) * SLOTS))
-        made_so_far: list[list[int]] = [[] for _ in range(SLOTS)]
-        for turn in range(LENGTH):  # each makes at least one token
+        state, made = start(s, np.arange(batch * SLOTS, (batch + 1) * SLOTS)), []
+        for _ in range(LENGTH):  # each makes at least one token
             logits = None if packed is None else biased(state, drafted, packed)
             state, tokens = draw(state, drafted, logits, truncation, penalties)
-            tokens = np.asarray(tokens)
-            for own, drawn in zip(made_so_far, tokens.tolist(), strict=True):
-                own += [token for token in drawn if token >= 0]
-            if turn == 0:
-                first.append((tokens >= 0).sum(axis=1))
-        texts += [own[:LENGTH] for own in made_so_far]
+            made.append(np.asarray(tokens))
+        texts += [[token for token in own if token >= 0][:LENGTH] for own in np.concatenate(made, axis=1)]
+        first.append((made[0] >= 0).sum(axis=1))
     return np.array(texts), np.concatenate(first)
 
 

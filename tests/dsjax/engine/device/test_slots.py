@@ -9,7 +9,7 @@ import pytest
 
 from dsjax.engine.device import slots
 from dsjax.engine.device.buckets import Buckets, Rectangle, sampling_room
-from dsjax.engine.device.device_state import DeviceState
+from dsjax.engine.device.device_state import DRAFTS, NUM_DRAFTS, START, DeviceState
 from dsjax.engine.device.slots import NOT_COMPUTED, REJECTED, LaunchShape, Positions, StepRows
 from dsjax.model.rows import GroupShape
 from sharding import MeshSpec
@@ -19,23 +19,21 @@ SLOTS = 6
 
 def state_of(num_drafts: int) -> DeviceState:
     """Slots that stand at 10, 11, …; their last tokens are 50, 51, …; each has all its drafts."""
-    of = lambda first: np.arange(first, first + SLOTS, dtype=np.int32)[None]  # noqa: E731
-    drafts = np.zeros((1, SLOTS, num_drafts), np.int32) if num_drafts else None
-    nothing = dict.fromkeys(("filled", "sampling", "counts", "copies", "loads"))
-    tables = np.zeros((1, SLOTS, 1), np.int32)
-    state = DeviceState(
-        {}, tables=tables, start=of(10), last_token=of(50), drafts=drafts, num_drafts=of(num_drafts) * 0 + num_drafts,
-        **nothing,
-    )  # fmt: skip
-    return state
+    columns = np.zeros((1, SLOTS, DRAFTS + num_drafts), np.int32)
+    columns[0, :, START : NUM_DRAFTS + 1] = [(10 + slot, 50 + slot, num_drafts) for slot in range(SLOTS)]
+    return DeviceState({}, tables=None, slots=columns, filled=None, counts=None, copies=None, loads=None)
+
+
+def progress(state: DeviceState) -> list[list[int]]:
+    """Each slot's tokens in the cache, last token and number of drafts."""
+    return state.slots[0, :, START : NUM_DRAFTS + 1].T.tolist()
 
 
 def committed(state: DeviceState, rows: StepRows, shape: LaunchShape, tokens: list[int]):
     """The state and the outcome of rank 1, which alone has these rows."""
     spec = MeshSpec.parse("dp=2")
     step = SimpleNamespace(spec=spec, mesh=spec.build())
-    padded = np.zeros((1, shape.positions), np.int32)
-    padded[0, : len(tokens)] = tokens
+    padded = np.pad(np.array([tokens], np.int32), ((0, 0), (0, shape.positions - len(tokens))))
 
     @jax.jit
     def run(state, rows, tokens):
@@ -71,9 +69,7 @@ def test_a_row_makes_tokens_as_far_as_its_drafts_are_what_was_drawn():
     state, outcome = committed(state_of(2), rows, shape, drawn)
     R, N = REJECTED, NOT_COMPUTED
     assert outcome[0].tolist() == [7, 8, 9, 7, 1, R, 1, R, R, 7, 6, N, N, N, N, N, N, N, 33, N]
-    assert state.start[0].tolist() == [12, 11, 13, 15, 17, 7]
-    assert state.last_token[0].tolist() == [1, 51, 1, 6, 9, 33]
-    assert state.num_drafts[0].tolist() == [0, 2, 0, 0, 0, 0]
+    assert progress(state) == [[12, 11, 13, 15, 17, 7], [1, 51, 1, 6, 9, 33], [0, 2, 0, 0, 0, 0]]
 
 
 def test_a_row_that_is_not_finite_ends_there_and_accepts_no_draft():
@@ -88,8 +84,7 @@ def test_a_piece_of_a_prompt_leaves_the_token_behind_it_and_its_last_piece_the_o
     rows = rows_of([], [(2, 16, 8, 71), (0, 24, 3, -1), (-1, 0, 0, 0)])
     state, outcome = committed(state_of(0), rows, shape, [5, 6, 9])
     assert outcome[0].tolist() == [5, 6, 9, 0]
-    assert state.start[0].tolist() == [27, 11, 24, 13, 14, 15]
-    assert state.last_token[0].tolist() == [6, 51, 71, 53, 54, 55]
+    assert progress(state)[:2] == [[27, 11, 24, 13, 14, 15], [6, 51, 71, 53, 54, 55]]
 
 
 def test_the_rows_of_a_launch_can_be_had_from_its_input_and_its_positions():

@@ -7,7 +7,7 @@ from layouts import TINY, write_checkpoint
 from quick_compilation import FEW_SHAPES
 
 from dsjax.config import ModelConfig
-from dsjax.engine.elastic.compile_ahead import CompileAhead, candidates
+from dsjax.engine.elastic.compile_ahead import CompileAhead, meshes_after_losses
 from dsjax.engine.program_cache.library import ProgramLibrary, Shelf
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.loading import load_model
@@ -16,14 +16,10 @@ from sharding import MeshSpec
 
 @pytest.mark.slow
 def test_an_engine_whose_programs_were_compiled_ahead_compiles_none(tmp_path, monkeypatch, no_programs_on_disk):
-    features = {
-        "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
-        "enable_eplb": True,
-        "eplb_config": {"num_redundant_experts": 4},
-        "host_cache_bytes": 200_000,
-    }
+    drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    moving = {"enable_eplb": True, "eplb_config": {"num_redundant_experts": 4}}
     model = str(write_checkpoint(tmp_path, mtp=True, num_hidden_layers=1, first_k_dense_replace=0))
-    args = EngineArgs(model=model, mesh="dp=2", **FEW_SHAPES, **features)
+    args = EngineArgs(model=model, mesh="dp=2", host_cache_bytes=200_000, **FEW_SHAPES, **drafts, **moving)
     library = ProgramLibrary()
     ahead = CompileAhead(args, library)
     ahead.prepare(MeshSpec.parse("dp=2"), "this test is run")
@@ -65,5 +61,5 @@ CONFIG = ModelConfig.from_dict(TINY)
 )
 def test_each_mesh_that_losses_may_lead_to_is_a_candidate_once(own, losses, wanted, found):
     devices = [SimpleNamespace(id=i, process_index=i // 2) for i in range(8)]
-    given = candidates(EngineArgs(mesh="dp=8"), CONFIG, "f32", MeshSpec.parse(wanted), devices, own, losses)
+    given = meshes_after_losses(EngineArgs(mesh="dp=8"), CONFIG, "f32", MeshSpec.parse(wanted), devices, own, losses)
     assert {str(each.spec): tuple(device.id for device in each.devices) for each in given} == found

@@ -11,6 +11,7 @@ import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -29,23 +30,25 @@ from dsjax.messaging import RefusedError
 
 @pytest.fixture
 def group():
-    """A group whose process 1 has loaded the first generation."""
+    """A group whose process 1 has loaded the first generation and waits for commands."""
     group = Group()
-    until(lambda: group.loaded)
+    until(lambda: group.follower.phase == "warming up")
     return group
 
 
+def tell(group, number):
+    """Have process 0 launch a step in the generation of now."""
+    LeaderExecutor(Told(), group.leader).launch(step(number))
+
+
 def test_a_follower_goes_from_generation_to_generation_and_stands_by_in_one_without_it(group):
-    first = LeaderExecutor(Told(), group.leader)
-    first.launch(step(1))
+    tell(group, 1)
     until(lambda: group.loaded and group.loaded[0].launched == 1)
     group.announce(1, 0)
     until(lambda: group.follower.phase == "standing by")
-    assert group.released == group.loaded[:1]
-    assert group.follower.executor is None
+    assert (group.released, group.follower.executor) == (group.loaded[:1], None)
     group.announce(2, 0, 1)
-    second = LeaderExecutor(Told(), group.leader)
-    second.launch(step(2))
+    tell(group, 2)
     until(lambda: len(group.loaded) == 2 and group.loaded[1].launched == 1)
     assert group.loaded[1].generation == 2
     assert group.follower.executor is group.loaded[1]
@@ -89,7 +92,7 @@ def test_all_say_whom_they_reach_when_process_0_asks_and_who_is_left_out_ends_wi
     group.leader.announce(Announcement(3, [0], [0], {"mesh": "dp=1"}, left_out={1: (pid + 1, reason)}))
     until(lambda: group.second.epoch == 3)  # another process is meant, which had its id
     group.leader.announce(Announcement(4, [0], [0], {"mesh": "dp=1"}, left_out={1: (pid, reason)}))
-    group.thread.join(60)
+    group.join()
     assert str(group.error) == str(error)
     drop(1)
 
@@ -115,23 +118,22 @@ def test_whom_process_0_looks_for_gives_up_the_collectives_that_have_broken(grou
     group.end()
 
 
-def failing(command):
-    raise RuntimeError("Gloo: connection closed by peer")
+def fail_next_step(executor):
+    executor.launch = Mock(side_effect=RuntimeError("Gloo: connection closed by peer"))
 
 
 def test_a_follower_whose_step_fails_waits_for_the_next_generation_and_not_for_ever(group):
     cut = []
     group.second.collectives.cut_with(0, lambda: cut.append(group.follower.phase))
-    group.loaded[0].launch = failing
-    LeaderExecutor(Told(), group.leader).launch(step(1))
+    fail_next_step(group.loaded[0])
+    tell(group, 1)
     until(lambda: group.follower.phase == "regrouping")
     assert cut == ["ready"], "those that wait for it in that step have heard at once that it will not come"
     group.announce(1, 0, 1)
     until(lambda: len(group.loaded) == 2)
-    group.loaded[1].launch = failing
-    LeaderExecutor(Told(), group.leader).launch(step(2))
-    group.thread.join(60)
-    assert not group.thread.is_alive()
+    fail_next_step(group.loaded[1])
+    tell(group, 2)
+    group.join()
     assert str(group.error) == "Gloo: connection closed by peer"
 
 
@@ -139,9 +141,9 @@ def test_a_follower_whose_step_fails_ends_at_once_where_no_other_generation_can_
     group = Group(regroups=False)
     until(lambda: group.loaded)
     group.second.next_announcement = None  # it would be waited for
-    group.loaded[0].launch = failing
-    LeaderExecutor(Told(), group.leader).launch(step(1))
-    group.thread.join(60)
+    fail_next_step(group.loaded[0])
+    tell(group, 1)
+    group.join()
     assert str(group.error) == "Gloo: connection closed by peer"
 
 
@@ -149,26 +151,19 @@ def test_a_follower_that_waits_for_an_answer_of_process_0_says_why_that_one_has_
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(group.second.agreement.all_gather, "stages")
         group.leader.leave("its engine could not be started")
-        said = "process 0 has ended the group: its engine could not be started"
-        group.thread.join(60)
-        assert str(group.error) == said
+        group.join()
+        assert str(group.error) == "process 0 has ended the group: its engine could not be started"
         with pytest.raises(GroupError):
             asked.result(60)
 
 
 def test_what_a_generation_is_told_is_heard_though_it_begins_in_the_moment_in_which_it_is_announced(group):
     """Whoever waits for the announcement may be quicker than the thread that hears it, on a busy machine."""
-
-    class Slow(queue.SimpleQueue):
-        """Gives the one who waits time to go on."""
-
-        def put(self, item):
-            super().put(item)
-            time.sleep(0.3)
-
-    group.second._announced = Slow()
+    announced = queue.SimpleQueue()
+    put = lambda item: (announced.put(item), time.sleep(0.3))  # who waits has time to go on  # noqa: E731
+    group.second._announced = Mock(wraps=announced, put=put)
     group.announce(1, 0, 1)
-    LeaderExecutor(Told(), group.leader).launch(step(1))
+    tell(group, 1)
     until(lambda: len(group.loaded) == 2 and group.loaded[1].launched == 1)
     group.end()
 
@@ -194,10 +189,8 @@ def test_two_hundred_changes_of_the_mesh_leave_nothing_behind(group):
 
     def state() -> tuple[int, ...]:
         gc.collect()
-        owned = (
-            len(one.endpoint._accepted) + len(one.endpoint._dialled) + len(one.endpoint._monitors)
-            for one in (leader, second)
-        )
+        ends = [one.endpoint for one in (leader, second)]
+        owned = (len(end._accepted) + len(end._dialled) + len(end._monitors) for end in ends)
         return (*owned, threading.active_count(), len(os.listdir("/proc/self/fd")))
 
     for number in range(1, 11):
@@ -209,9 +202,9 @@ def test_two_hundred_changes_of_the_mesh_leave_nothing_behind(group):
         change(number, 0, 1)
     for number in range(111, 211):
         change(number, 0)
+    until(lambda: all(now <= then for now, then in zip(state(), before, strict=True)))
     size = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    until(lambda: all(now <= then for now, then in zip(state(), before, strict=True)))
     assert len(second._inboxes) <= 1
     assert sum(inbox.qsize() for inbox in second._inboxes.values()) == second._announced.qsize() == 0
     assert not leader.agreement._gathers
@@ -220,11 +213,11 @@ def test_two_hundred_changes_of_the_mesh_leave_nothing_behind(group):
 
 
 class SmallGenerations(Generations):
-    """What process 0 decides about leavers, where a mesh needs so many processes."""
+    """What process 0 decides about leavers."""
 
-    def __init__(self, group: Group, needed: int = 1):
+    def __init__(self, group: Group):
         self.told: list = []
-        self._group, self.needed = group.leader, needed
+        self._group = group.leader
         group.leader.on_change = self.told.append
         self.args = self._config = self._weights = self.wanted = None
 
@@ -248,10 +241,8 @@ def mesh_of_processes(monkeypatch):
 class Leaving:
     """A group, what process 0 decides about it, and process 1, which asks to leave once process 0's engine has been told."""
 
-    def __init__(self):
-        self.group = Group()
-        self.generations = SmallGenerations(self.group)
-        until(lambda: self.group.loaded)
+    def __init__(self, group):
+        self.group, self.generations = group, SmallGenerations(group)
 
     def ask(self):
         self.thread = threading.Thread(target=self.group.follower.leave, daemon=True)
@@ -261,42 +252,44 @@ class Leaving:
         self.generations.told.clear()
         return self
 
-    def left(self, number):
-        self.group.announce(number, 0)
-        self.group.thread.join(60)
+    def left(self):
+        self.group.announce(1, 0)
+        self.group.join()
         self.thread.join(60)
         return self.group.follower.left and self.group.error is None
 
 
-def test_a_follower_that_asks_to_leave_goes_when_there_is_a_generation_without_it_and_not_before():
-    leaving = Leaving().ask()
-    group, generations = leaving.group, leaving.generations
+def test_a_follower_that_asks_to_leave_goes_when_there_is_a_generation_without_it_and_not_before(group):
+    leaving = Leaving(group).ask()
+    generations = leaving.generations
     assert group.leader.live == group.leader.members, "process 0 has not decided yet"
     generations._decide_on_leavers()
     assert [member.process_id for member in generations._leavers] == [1]
     assert group.leader.live == group.leader.members[:1]
     assert group.follower.phase == "warming up", "it works on for the generation of now"
     assert not group.follower.left
-    assert leaving.left(1)
+    assert leaving.left()
     assert group.released == group.loaded
     assert generations._leavers == [], "nothing more is to be changed"
     until(lambda: group.leader.lost)  # its connection ends
     assert not generations._is_broken, "its exit is no loss"
 
 
-def test_a_follower_that_cannot_be_spared_is_told_why_and_goes_on(caplog, mesh_of_processes):
-    leaving, why = Leaving(), "without it 1 devices are left, too few"
-    for needed, needs_all in ((2, False), (1, True)):  # it may ask again
-        mesh_of_processes.needed, leaving.group.leader.needs_all = needed, needs_all
+def test_a_follower_that_cannot_be_spared_is_told_why_and_goes_on(group, caplog, mesh_of_processes):
+    leaving = Leaving(group)
+    for needed, needs_all, why in (
+        (2, False, "without it 1 devices are left, too few"),
+        (1, True, "process 0 is ending too"),  # it may ask again
+    ):
+        mesh_of_processes.needed, group.leader.needs_all = needed, needs_all
         leaving.ask().generations._decide_on_leavers()
         leaving.thread.join(60)
         assert f"cannot be spared, and goes on: {why}" in caplog.text
-        assert leaving.group.leader.live == leaving.group.leader.members
+        assert group.leader.live == group.leader.members
         assert leaving.generations._leavers == []
-        why = "process 0 is ending too"
-    leaving.group.leader.needs_all = False
+    group.leader.needs_all = False
     leaving.ask().generations._decide_on_leavers()
-    assert leaving.left(1)
+    assert leaving.left()
 
 
 def test_of_those_that_ask_to_leave_at_once_the_last_that_is_needed_stays(mesh_of_processes):
@@ -324,10 +317,9 @@ def come_back(group):
 
 
 def test_a_late_word_of_a_process_that_has_gone_is_none_of_the_one_that_came_back(group):
-    told = []
-    group.leader.on_change = told.append
+    group.leader.on_change = Mock()
     group.leader.lose(come_back(group))
-    assert told == []
+    group.leader.on_change.assert_not_called()
     assert not group.leader.lost
 
 
@@ -372,27 +364,19 @@ def test_a_member_may_come_back_while_its_loss_is_looked_at(group):
 def test_a_signal_ends_a_process_that_nobody_needs_yet_and_lets_another_one_leave(
     phase, generation, served, code, monkeypatch, capfd
 ):
-    ended, asked = [], threading.Event()
-
-    class EndedError(Exception):
-        """The process has ended."""
-
-    def end(code: int) -> None:
-        ended.append(code)
-        raise EndedError
-
+    end, asked = Mock(side_effect=SystemExit), threading.Event()
     monkeypatch.setattr(os, "_exit", end)
     follower = Follower(SimpleNamespace(epoch=generation))
     follower.phase, follower.has_served, follower.leave = phase, served, asked.set
-    with contextlib.suppress(EndedError):
+    with contextlib.suppress(SystemExit):
         follower._on_signal(signal.SIGTERM, None)
     if code is None:
         assert asked.wait(60)
-        assert ended == []
-        with pytest.raises(EndedError):
+        end.assert_not_called()
+        with pytest.raises(SystemExit):
             follower._on_signal(signal.SIGINT, None)
-        assert ended == [1], "the second one, whichever it is, ends it at once"
+        end.assert_called_once_with(1)  # the second one, whichever it is, ends it at once
     else:
-        assert ended == [code]
+        end.assert_called_once_with(code)
         assert capfd.readouterr().err == f"SIGTERM while {phase}: this process ends now\n"
         assert not asked.is_set()

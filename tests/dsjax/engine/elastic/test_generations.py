@@ -1,14 +1,13 @@
-"""Another executor under running requests: none is lost, none is answered otherwise, and what a lost step made is never seen.
-
-These are the tests of `schedule/mesh_changer.py` too.
-"""
+"""Another executor under running requests loses and changes none; a lost step is never seen. Also tests `schedule/mesh_changer.py`."""
 
 import sys
 import threading
 from types import SimpleNamespace
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from fake_executor import FakeExecutor, expected_tokens
+from mixes import given_to
 from quick_compilation import FEW_SHAPES
 
 from dsjax import LLM, SamplingParams
@@ -18,7 +17,7 @@ from dsjax.engine.elastic import generations
 from dsjax.engine.experts.eplb import ExpertMover
 from dsjax.engine.llm_engine import LLMEngine
 from dsjax.engine.schedule.attachment import Attachment
-from dsjax.engine.schedule.mesh_changer import Generation
+from dsjax.engine.schedule.mesh_changer import MeshEpoch
 from dsjax.errors import ChangeUnderWayError, UserError
 from dsjax.hosts.group import GroupError
 from sharding import MeshError, MeshSpec
@@ -28,31 +27,25 @@ from sharding.host_memory import on_device
 class FakeGenerations:
     """Gives the executors that it was made with, one after the other."""
 
-    def __init__(self, executors: list[FakeExecutor], speculation=None):
-        self.executors, self.speculation = executors, speculation
-        self.errors: list[Exception] = []
-        self.failure, self.changes, self.needs_change = None, 0, True
+    def __init__(self, executors: list[FakeExecutor]):
+        self.executors, self.errors = executors, []
+        self.speculation, self.failure, self.changes, self.needs_change = None, None, 0, True
 
-    def take_change(self):
+    def poll_change(self):
         changed, self.changes = self.changes > 0, max(0, self.changes - 1)
         return changed
 
-    def regroup(self):
-        return self.change_to(None)
+    begin_change = end_change = lambda self, mesh=None, expert_mesh=None, afd_address=None: mesh
 
-    def request_change(self, mesh, expert_mesh=None, afd_address=None):
-        return mesh
-
-    def end_request(self):
-        pass
-
-    def change_to(self, wanted):
+    def change_to(self, wanted=None):
         executor = self.executors.pop(0)
-        return Generation(executor, executor.config)
+        return MeshEpoch(executor, executor.config)
+
+    regroup = change_to
 
     def recover_from(self, error):
         self.errors.append(error)
-        return self.change_to(None)
+        return self.change_to()
 
 
 class AfterALoss(generations.Generations):
@@ -79,7 +72,7 @@ def test_who_asks_for_a_mesh_before_a_process_is_lost_hears_that_it_was_not_chan
         asked._reserve()
     assert asked.change_to(generations.Wanted(MeshSpec(2), SimpleNamespace(expert_mesh=None))) == "scale"
     assert asked.failure is None
-    asked.end_request()
+    asked.end_change()
     asked._reserve()
 
 
@@ -91,10 +84,8 @@ class Serving:
 
     def __init__(self, *executors: FakeExecutor):
         first, *others = executors
-        self.generations = FakeGenerations(others)
-        parts = first.parts(generations=self.generations)
-        self.engine = LLMEngine(parts)
-        self.token_ids: dict[str, list[int]] = {}
+        self.generations, self.token_ids = FakeGenerations(others), {}
+        self.engine = LLMEngine(first.parts(mesh_changer=self.generations))
         params = SamplingParams(temperature=0, max_tokens=20, output_kind=OutputKind.DELTA)
         for name, prompt in PROMPTS.items():
             self.engine.add_request(name, prompt, params)
@@ -141,11 +132,11 @@ def test_generations_say_once_that_a_process_has_gone_or_come_back_and_that_one_
     seen, woken = AfterALoss(), []
     seen._has_changed, seen._group, seen.failure = False, SimpleNamespace(has_leave_requests=False), None
     seen.watch(lambda: woken.append(1))
-    assert not seen.take_change()
+    assert not seen.poll_change()
     seen._note_change(None)
-    assert [seen.take_change(), seen.take_change(), woken] == [True, False, [1]]
+    assert [seen.poll_change(), seen.poll_change(), woken] == [True, False, [1]]
     seen._group.has_leave_requests = True
-    assert [seen.take_change(), seen.take_change()] == [True, True]
+    assert [seen.poll_change(), seen.poll_change()] == [True, True]
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 3, 7, 11])
@@ -160,39 +151,29 @@ def test_nothing_of_a_step_that_is_lost_is_seen(at):
 def test_tokens_that_were_entered_before_something_behind_them_failed_are_given():
     serving = Serving(FakeExecutor(num_ranks=2), FakeExecutor(num_ranks=1))
     serving.take(3)
-    core, calls = serving.engine.core, []
+    core, errors = serving.engine.core, serving.generations.errors
     real = core._clear_released_pages
 
     def fail_once():
-        if not calls and core._unreturned:
-            calls.append(None)
+        if not errors and core._unreturned:
             raise RuntimeError("gone between two steps")
         real()
 
     core._clear_released_pages = fail_once
     assert serving.ends_as_if_alone()
-    assert calls
-    assert len(serving.generations.errors) == 1
+    assert [str(error) for error in errors] == ["gone between two steps"]
 
 
 EXACT = FEW_SHAPES | {"kernels": "native"}
-MOVING = {
-    "enable_eplb": True,  # which rests on one device
-    "eplb_config": {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0},
-}
+EPLB = {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0}
+MOVING = {"enable_eplb": True, "eplb_config": EPLB}  # which rests on one device
 TIERS = {"cache_tokens": 32, "host_cache_bytes": 200_000, "disk_cache_bytes": 10_000_000}
 GENERATED = {"max_tokens": 14, "ignore_eos": True, "detokenize": False, "logprobs": 0}
+PARAMS = {"temperature": 0}, {"temperature": 0.9, "seed": 4}, {"temperature": 0, "repetition_penalty": 1.4}
 REQUESTS = [
     ({"prompt_token_ids": list(range(3 + i, 9 + 2 * i))}, SamplingParams(**params, **GENERATED))
-    for i, params in enumerate(
-        ({"temperature": 0}, {"temperature": 0.9, "seed": 4}, {"temperature": 0, "repetition_penalty": 1.4})
-    )
+    for i, params in enumerate(PARAMS)
 ]
-
-
-def answer(output):
-    (made,) = output.outputs
-    return list(made.token_ids), [one[token].logprob for token, one in zip(made.token_ids, made.logprobs, strict=True)]
 
 
 class Running:
@@ -205,17 +186,14 @@ class Running:
 
     def step(self, count):
         for _ in range(count):
-            self._step()
+            self.found |= {one.request_id: given_to(one) for one in self.engine.step() if one.finished}
         assert len(self.found) < 3
 
     def answers(self):
         """Compute the rest; give what each request got."""
         while self.engine.has_unfinished():
-            self._step()
+            self.found |= {one.request_id: given_to(one) for one in self.engine.step() if one.finished}
         return [self.found[str(index)] for index in range(3)]
-
-    def _step(self):
-        self.found |= {output.request_id: answer(output) for output in self.engine.step() if output.finished}
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +211,7 @@ def featured(checkpoint, kernels, tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(featured):
     """What each of the three requests gets alone on one device."""
-    found = [answer(featured.generate([prompt], [params])[0]) for prompt, params in REQUESTS]
+    found = [given_to(featured.generate([prompt], [params])[0]) for prompt, params in REQUESTS]
     featured.engine.flush_prefix_cache()
     return found
 
@@ -252,17 +230,18 @@ def test_a_model_goes_up_and_down_in_the_middle_of_requests_which_get_the_bits_o
     assert featured._generations.number == before + 4
     assert not on_device(featured.executor.params["embed.weight"].sharding)
     assert running.answers() == alone
-    with pytest.raises(MeshError, match=r"mesh dp=4096 wants 4096 devices, and this server has \d+; ask for a mesh"):
-        featured.scale("dp=4096")
-    with pytest.raises(MeshError, match="heads are not divisible by tp=3"):
-        featured.scale("tp=3")
-    with pytest.raises(UserError, match="more stages than the model has layers"):
-        featured.scale("pp=64")
+    for mesh, error in (
+        ("dp=4096", r"mesh dp=4096 wants 4096 devices, and this server has \d+; ask for a mesh"),
+        ("tp=3", "heads are not divisible by tp=3"),
+        ("pp=64", "more stages than the model has layers"),
+    ):
+        with pytest.raises((MeshError, UserError), match=error):
+            featured.scale(mesh)
     assert featured.facts.mesh == "dp=2"
-    featured._generations.request_change("dp=1")
+    featured._generations.begin_change("dp=1")
     with pytest.raises(ChangeUnderWayError, match="the mesh is being changed"):
         featured.scale("dp=1")
-    featured._generations.end_request()
+    featured._generations.end_change()
 
 
 @pytest.mark.slow
@@ -275,10 +254,8 @@ def test_attention_and_experts_apart_go_up_and_down_in_the_middle_of_requests_an
         assert (llm.facts.mesh, llm.facts.expert_mesh) == ("tp=2", experts or "ep=2")
         device, counts = llm.executor, llm._generations.counts.weight_bytes
         assert counts["read"] == 0  # what either side holds goes on to the other devices
-        there = counts["kept"] + counts["moved"]
-        assert there - before == sum(
-            array.nbytes for array in (*device.params.values(), *device.programs.experts.params.values())
-        )
+        there, arrays = counts["kept"] + counts["moved"], device.params | device.programs.experts.params
+        assert there - before == sum(array.nbytes for array in arrays.values())
         before = there
     assert running.answers() == alone
     for wanted, error in (
@@ -310,25 +287,22 @@ def test_what_does_not_go_with_an_engine_is_refused_before_anything_is_given_up(
 @pytest.mark.slow
 def test_a_mesh_that_fails_after_the_old_one_was_given_up_leaves_the_old_one_made_again(featured, alone, monkeypatch):
     featured.scale("dp=1")
-    errors, load = [], generations.load_generation
-    monkeypatch.setattr(generations, "load_generation", lambda *told: raised(errors.pop()) if errors else load(*told))
+    load = Mock(wraps=generations.load_generation)
+    monkeypatch.setattr(generations, "load_generation", load)
     for error, said in (
         (MeshError("the mesh is not so"), "the mesh is not so"),
         (RuntimeError("RESOURCE_EXHAUSTED"), r"it could not be loaded \(RuntimeError: RESOURCE_EXHAUSTED\)"),
     ):
-        errors.append(error)
+        load.side_effect = [error, DEFAULT]
         with pytest.raises((UserError, MeshError), match=said):
             featured.scale("dp=2")
         assert featured.facts.mesh == "dp=1"
         prompt, params = REQUESTS[0]
-        assert answer(featured.generate([prompt], params)[0]) == alone[0]
+        assert given_to(featured.generate([prompt], params)[0]) == alone[0]
     # Who asks next is not told this reason, should a lost process be dealt with in place of what was asked for.
-    featured._generations.request_change("dp=2")
+    featured._generations.begin_change("dp=2")
     assert featured._generations.failure is None
-    featured._generations.end_request()
+    featured._generations.end_change()
+    load.side_effect = None
     featured.scale("dp=2")
     assert featured.facts.mesh == "dp=2"
-
-
-def raised(error):
-    raise error

@@ -7,25 +7,17 @@ import pytest
 from dsjax.engine.elastic.mesh_change import NoMeshError, changed_options, check_mesh, largest_mesh
 from sharding import MeshError, MeshSpec
 
-
-class Args(SimpleNamespace):
-    """What of `EngineArgs` decides."""
-
-    def __init__(self, num_redundant=0, eplb=None, **others):
-        others = {"init_expert_location": None, "mesh": "dp=4", "moe_dense_tp_size": None, "expert_mesh": None} | others
-        others = {"pp_layer_partition": None, "speculation": None} | others
-        super().__init__(num_redundant=num_redundant, eplb=eplb, **others)
+NOTHING = ("eplb", "init_expert_location", "moe_dense_tp_size", "expert_mesh", "pp_layer_partition", "speculation")
 
 
-def config(experts=32, heads=8):
-    return SimpleNamespace(
-        n_routed_experts=experts,
-        is_moe=bool(experts),
-        num_attention_heads=heads,
-        moe_intermediate_size=16,
-        head_groups=heads,
-        widths_over_tp=lambda in_blocks: {},
-    )
+def args(num_redundant=0, **others):
+    """The fields of `EngineArgs` that decide."""
+    return SimpleNamespace(**dict.fromkeys(NOTHING) | {"num_redundant": num_redundant, "mesh": "dp=4"} | others)
+
+
+def config(experts=32):
+    widths = {"num_attention_heads": 8, "head_groups": 8, "moe_intermediate_size": 16}
+    return SimpleNamespace(n_routed_experts=experts, is_moe=True, widths_over_tp=lambda in_blocks: {}, **widths)
 
 
 @pytest.mark.parametrize(
@@ -40,25 +32,25 @@ def config(experts=32, heads=8):
     ],
 )
 def test_tp_stays_and_dp_shrinks_and_ep_stays_where_it_divides(wanted, devices, expected):
-    assert str(largest_mesh(Args(), config(256), "f32", MeshSpec.parse(wanted), [None] * devices)) == expected
+    assert str(largest_mesh(args(), config(256), "f32", MeshSpec.parse(wanted), [None] * devices)) == expected
 
 
 def test_too_few_devices_for_one_dp_rank_are_named():
     with pytest.raises(NoMeshError, match="3 devices are left, too few for one DP rank of tp=4"):
-        largest_mesh(Args(), config(), "f32", MeshSpec(2, 4), [None] * 3)
+        largest_mesh(args(), config(), "f32", MeshSpec(2, 4), [None] * 3)
 
 
 def test_a_mesh_with_stages_is_refused_by_several_processes_and_not_taken_for_one_without():
     with pytest.raises(MeshError, match="can change only to a mesh without stages; leave pp out, or start the engine"):
-        check_mesh(Args(), config(), "f32", MeshSpec.parse("pp=2,dp=2"), [None] * 4, several_processes=True)
+        check_mesh(args(), config(), "f32", MeshSpec.parse("pp=2,dp=2"), [None] * 4, several_processes=True)
 
 
 def test_stages_stay_as_they_are_wanted_and_their_layers_as_they_were_given_for_so_many():
-    spec, args = MeshSpec.parse("pp=2,dp=2"), Args(pp_layer_partition="3,2")
-    assert largest_mesh(args, config(), "f32", spec, [None] * 5) == spec
+    spec, given = MeshSpec.parse("pp=2,dp=2"), args(pp_layer_partition="3,2")
+    assert largest_mesh(given, config(), "f32", spec, [None] * 5) == spec
     with pytest.raises(NoMeshError, match="3 devices are left, too few for mesh pp=2,dp=2"):
-        largest_mesh(args, config(), "f32", spec, [None] * 3)
-    given = [changed_options(args, config(), MeshSpec.parse(mesh)) for mesh in ("pp=2,dp=2", "pp=3,dp=2", "dp=4")]
+        largest_mesh(given, config(), "f32", spec, [None] * 3)
+    given = [changed_options(given, config(), MeshSpec.parse(mesh)) for mesh in ("pp=2,dp=2", "pp=3,dp=2", "dp=4")]
     assert [one.get("pp_layer_partition", "as it was") for one in given] == ["as it was", None, None]
 
 
@@ -66,10 +58,7 @@ def test_stages_stay_as_they_are_wanted_and_their_layers_as_they_were_given_for_
     ("asked", "mesh", "expected"), [(0, "dp=24", 8), (0, "dp=16", 0), (32, "dp=24", 32), (8, "dp=32", 32)]
 )
 def test_experts_get_the_fewest_copies_that_divide(asked, mesh, expected):
-    assert changed_options(Args(asked), config(256), MeshSpec.parse(mesh))["redundant_experts"] == expected
-
-
-APART = {"expert_mesh": "ep=6", "afd_role": "both", "afd_address": None}
+    assert changed_options(args(asked), config(256), MeshSpec.parse(mesh))["redundant_experts"] == expected
 
 
 @pytest.mark.parametrize(
@@ -82,13 +71,13 @@ APART = {"expert_mesh": "ep=6", "afd_role": "both", "afd_address": None}
     ],
 )
 def test_attention_gets_the_devices_that_experts_leave_it(mesh, role, devices, error):
-    args, spec = Args(2, **APART | {"afd_role": role}), MeshSpec.parse(mesh)
+    given, spec = args(2, expert_mesh="ep=6", afd_role=role, afd_address=None), MeshSpec.parse(mesh)
     if error is not None:
         with pytest.raises(MeshError, match=error):
-            check_mesh(args, config(256), "f32", spec, [None] * devices)
+            check_mesh(given, config(256), "f32", spec, [None] * devices)
         return
-    check_mesh(args, config(256), "f32", spec, [None] * devices)
-    options = changed_options(args, config(256), spec)
+    check_mesh(given, config(256), "f32", spec, [None] * devices)
+    options = changed_options(given, config(256), spec)
     assert (options["attention_mesh"], options["expert_mesh"]) == (mesh, "ep=6")
     assert options["redundant_experts"] == 2  # as the experts' devices need them, whatever attention's are
-    assert str(largest_mesh(args, config(256), "f32", spec, [None] * devices)) == mesh
+    assert str(largest_mesh(given, config(256), "f32", spec, [None] * devices)) == mesh

@@ -1,17 +1,16 @@
-"""Experts that are moved between steps: every slot holds what its table says, bit for bit, and what a request is told stays the same.
+"""Experts that are moved between steps, on one mesh or on devices of their own (in other processes: `test_expert_process.py`): every slot
+holds what its table says, bit for bit, and what a request is told stays the same.
 
-These are the tests of `device/expert_programs.py` too.
+These are the tests of `experts/expert_part.py`, `device/expert_programs.py` and `afd/expert_slots.py` too, and of counted load.
 """
 
-import logging
-
+import balanced_model as model
 import numpy as np
 import pytest
-from balanced_model import assert_same, by_expert, failing_to, generate, load, move, move_all, random_row, slots_of
+from balanced_model import assert_same, generate, load, loads_of, move, move_all, slots_of
 from layouts import TINY, prompts
 
-from dsjax import LLM
-from dsjax.engine.contract.commands import ReadLoads, StageExperts, int32s
+from dsjax import LLM, SamplingParams
 from dsjax.engine.device.expert_programs import pack_moves
 from sharding.layer_placement import exchange_rounds
 
@@ -22,9 +21,8 @@ EXPERTS = TINY["n_routed_experts"]
 
 @pytest.fixture(scope="module")
 def llm(checkpoint):
-    made = load(checkpoint, "dp=4", dispatch="padded")
-    yield made
-    made.shutdown()
+    with load(checkpoint, "dp=4", dispatch="padded") as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +32,10 @@ def expected(llm, kernels):
 
 def experts(llm: LLM) -> dict[str, np.ndarray]:
     rows = slots_of(llm).physical_to_logical
-    params = {path: array for path, array in llm.executor.params.items() if ".experts." in path}
     return {
-        path: by_expert(array, rows[-1:] if path.startswith("mtp.") else rows[: len(array)])
-        for path, array in params.items()
+        path: model.by_expert(array, rows[-1:] if path.startswith("mtp.") else rows[: len(array)])
+        for path, array in llm.executor.params.items()
+        if ".experts." in path
     }
 
 
@@ -72,36 +70,32 @@ def test_every_slot_holds_the_expert_that_its_table_names(llm):
                 assert np.asarray(tables.physical_EC)[layer, expert, :copies].tolist() == held.tolist()
 
 
-def read_loads(llm: LLM):
-    return llm.executor.collect(llm.executor.launch(ReadLoads()))
-
-
 def test_loads_are_counted_under_the_placement_that_was_in_force(llm):
     windows = []
     for moved in (False, True):
         llm.engine.flush_prefix_cache()
-        read_loads(llm)
+        loads_of(llm)
         generate(llm)
         if moved:
             move_all(llm, 20)
         llm.engine.flush_prefix_cache()
         generate(llm)
-        windows.append(read_loads(llm))
+        windows.append(loads_of(llm))
     tokens = sum(len(one["prompt_token_ids"]) + 11 for one in prompts())
     for window in windows:
         assert (window.logical.sum(axis=1) == 2 * TINY["num_experts_per_tok"] * tokens).all()
         assert (window.by_rank.sum(axis=1) == window.logical.sum(axis=1)).all()
         np.testing.assert_array_equal(window.logical, windows[0].logical)
-    assert not read_loads(llm).logical.any()
+    assert not loads_of(llm).logical.any()
 
 
 @pytest.mark.parametrize(("program", "lost"), [("stage experts", 0), ("place experts", 0), ("place experts", 1)])
 def test_a_layer_that_cannot_be_moved_is_as_it_was(llm, expected, monkeypatch, caplog, program, lost):
     before, slots = experts(llm), slots_of(llm).physical_to_logical
-    row = random_row(np.random.default_rng(40), slots.shape[1])
-    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-        patch.setattr(llm.executor.programs, "get", failing_to(program, llm.executor.programs, lost))
-        errors = move(llm, 1, row) if program == "place experts" else [stage_one(llm, row)]
+    row = model.random_row(np.random.default_rng(40), slots.shape[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.executor.programs, "get", model.failing_to(program, llm.executor.programs, lost))
+        errors = move(llm, 1, row) if program == "place experts" else [next(model.stage(llm, 1, row))]
     assert errors[-1] == "RuntimeError: the device said no"
     assert ("read again from the checkpoint" in caplog.text) == bool(lost)
     np.testing.assert_array_equal(slots_of(llm).physical_to_logical, slots)
@@ -111,8 +105,55 @@ def test_a_layer_that_cannot_be_moved_is_as_it_was(llm, expected, monkeypatch, c
     assert generate(llm) == expected
 
 
-def stage_one(llm: LLM, row: np.ndarray) -> str | None:
-    slots = slots_of(llm)
-    moves = next(exchange_rounds(slots.physical_to_logical[1], row, ranks=slots.ranks, experts=slots.per_exchange))
-    command = StageExperts(1, int32s(int(slot) for pair in moves for slot in pair))
-    return llm.executor.collect(llm.executor.launch(command)).error
+SIDES = {"attention_mesh": "dp=2", "expert_mesh": "ep=4"}
+PATHS = ("moe_layers.moe.experts.gate_up.weight", "moe_layers.moe.experts.down.weight")
+
+
+def scores(llm):
+    """Log-probabilities of a prompt in chunks."""
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, prompt_logprobs=2)
+    (output,) = llm.generate(prompts()[-1:], params)
+    return output.prompt_logprobs
+
+
+def by_number(params: dict, llm: LLM) -> dict[str, np.ndarray]:
+    """Parameters by logical expert."""
+    return {path: model.by_expert(params[path], slots_of(llm).physical_to_logical) for path in PATHS}
+
+
+@pytest.fixture
+def apart(checkpoint):
+    with load(checkpoint, "dp=2", enable_prefix_caching=False, **SIDES) as made:
+        yield made
+
+
+def recorded(llm):
+    """What an engine makes, and the loads that it counts meanwhile."""
+    loads_of(llm)
+    llm.executor.set_recording(True)
+    made = generate(llm), loads_of(llm), llm.executor.expert_counts()
+    llm.executor.set_recording(False)
+    return made
+
+
+def test_loads_are_those_of_one_mesh_and_experts_move_without_changing_a_token(checkpoint, apart):
+    with load(checkpoint, "dp=2") as one_mesh:
+        made, loads, expected = recorded(one_mesh)
+        scored, held = scores(one_mesh), by_number(one_mesh.executor.params, one_mesh)
+    found, counted, counts = recorded(apart)
+    assert found == made
+    np.testing.assert_array_equal(counted.logical, loads.logical)
+    assert counted.by_rank.shape == (2, 4)
+    np.testing.assert_array_equal(counts.logical_load, expected.logical_load)
+    assert counts.rounds > 0
+    assert 0 < counts.padding_share < 1
+    side = apart.executor.programs.experts
+    assert_same(by_number(side.params, apart), held)
+    for seed in (1, 2):
+        before = slots_of(apart).physical_to_logical
+        move_all(apart, seed)
+        assert (slots_of(apart).physical_to_logical != before).any()
+        assert_same(by_number(side.params, apart), held)
+        assert generate(apart) == made
+    np.testing.assert_array_equal(loads_of(apart).logical, 2 * loads.logical)
+    assert scores(apart) == scored

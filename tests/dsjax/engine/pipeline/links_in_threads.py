@@ -10,16 +10,8 @@ from dsjax.engine.pipeline.process_links import ProcessLinks
 
 def links_of(order: Sequence[int]) -> list[ProcessLinks]:
     """The links of each process, in the order of their stages."""
-    made = groups(len(order), heartbeat=10)
+    made = groups(len(order), heartbeat=60)
     for group in made:
         group.check = lambda error=None: None  # who has gone is left to the links to say
     with ThreadPoolExecutor(len(order)) as pool:
-        return list(pool.map(lambda number: Links(made[number], order), order))
-
-
-class Links(ProcessLinks):
-    """Ends the endpoint of its process too."""
-
-    def close(self):
-        super().close()
-        self._group.endpoint.close()
+        return list(pool.map(lambda number: ProcessLinks(made[number], order), order))

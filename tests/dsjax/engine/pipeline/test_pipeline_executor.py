@@ -1,17 +1,16 @@
-"""Stages change no bit of what one device gives: the tests of `pipeline/pipeline_executor.py`, `pipeline/stage_executor.py` and
-`setup/stages.py`."""
+"""Stages change no bit of what one device gives. Also tests `pipeline/stage_executor.py` and `setup/stages.py`."""
 
 import dataclasses
 import itertools
 from collections import deque
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
 import pytest
 from balanced_model import SIZES, few_buckets, generate
 from layouts import answer, prompts
-from staged_model import assert_same_answer
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.commands import Clear, RankStep, Step, int32s
@@ -20,16 +19,17 @@ from dsjax.engine.setup.facts import StageFacts
 from dsjax.engine.setup.stages import OwnStages
 from sharding import MeshSpec
 
-OPTIONS = SIZES | {
-    "mesh": "pp=2",
-    "pp_layer_partition": "1,2",  # a stage of the dense layer alone
-    "embedding_location": "host",
-    "enable_dbo": True,
-    "dbo_decode_token_threshold": 2,
-    "dbo_prefill_token_threshold": 2,
-    "mla_prefill": "CC",
-    "mla_decode": "CC",
-}
+OPTIONS = SIZES | {"mla_prefill": "CC", "mla_decode": "CC", "embedding_location": "host"}
+OPTIONS |= {"mesh": "pp=2", "pp_layer_partition": "1,2"}  # a stage of the dense layer alone
+OPTIONS |= {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
+
+
+def assert_same_answer(found, reference) -> None:
+    assert [one.tokens for one in found] == [list(tokens) for tokens in reference.tokens]
+    assert [one.logprobs for one in found] == reference.logprobs
+    assert all(np.isfinite(one.logprobs).all() and one.logprobs for one in found)
+
+
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
 
 
@@ -59,10 +59,8 @@ def test_each_stage_has_the_parameters_and_the_cache_of_its_layers_on_devices_of
     assert [one.state.cache["latent"].shape[0] for one in (first, last)] == [1, 2]
     assert ("embed.weight" in first.params, "embed.weight" in last.params) == (True, False)
     assert ("head.weight" in first.params, "head.weight" in last.params) == (False, True)
-    held = [
-        {device for array in one.params.values() for device in array.devices()} | one.state.tables.devices()
-        for one in (first, last)
-    ]
+    arrays = [(*one.params.values(), one.state.tables) for one in (first, last)]
+    held = [{device for array in own for device in array.devices()} for own in arrays]
     assert not held[0] & held[1]
     facts = stages.facts
     assert (facts.mesh, facts.num_devices, facts.mesh_shape["pp"]) == ("pp=2", 2, 2)
@@ -74,32 +72,25 @@ def test_each_stage_has_the_parameters_and_the_cache_of_its_layers_on_devices_of
 def test_the_bytes_of_several_processes_are_those_of_the_fullest_stage(stages):
     steps = [stage.model for stage in stages.executor.stages]
     dense, sparse = (
-        dataclasses.replace(
-            stages.facts,
-            weight_bytes={"dense": number},
-            cache_bytes=10 * number,
-            physical_experts_per_device=8 * place,
-            dispatch={"decode": f"of {place}"},
+        dataclasses.replace(stages.facts, weight_bytes={"dense": number}, cache_bytes=10 * number, **others)
+        for number, others in (
+            (3, {"physical_experts_per_device": 0, "dispatch": {"decode": "of 0"}}),
+            (7, {"physical_experts_per_device": 8, "dispatch": {"decode": "of 1"}}),
         )
-        for place, number in enumerate((3, 7))
     )
 
     def describe(facts, step, ask):
         group = SimpleNamespace(agreement=SimpleNamespace(all_gather=ask))
-        return OwnStages.describe(
-            SimpleNamespace(spec=MeshSpec.parse("pp=2"), is_divided=True, group=group), [facts], [step]
-        )
+        own = SimpleNamespace(spec=MeshSpec.parse("pp=2"), is_divided=True, group=group)
+        return OwnStages.describe(own, [facts], [step])
 
     said = []
     for facts, step in zip((dense, sparse), steps, strict=True):
         describe(facts, step, lambda name, value: said.append(value) or [value])
     everybody = [msgspec.msgpack.decode(msgspec.msgpack.encode(value)) for value in said]
-    assert describe(dense, steps[0], lambda name, value: everybody) == dataclasses.replace(
-        sparse,
-        parameters=2 * dense.parameters,
-        num_processes=2,
-        stages=[StageFacts((0, 0), 3, 30), StageFacts((1, 2), 7, 70)],
-    )
+    each = [StageFacts((0, 0), 3, 30), StageFacts((1, 2), 7, 70)]
+    together = dataclasses.replace(sparse, parameters=2 * dense.parameters, num_processes=2, stages=each)
+    assert describe(dense, steps[0], lambda name, value: everybody) == together
 
 
 @pytest.mark.slow
@@ -128,10 +119,6 @@ def test_steps_under_way_together_share_no_request_and_each_takes_its_part_of_th
         del executor.launch, executor.collect
     assert (2, 2) in sizes  # of four requests in two batches, both under way
     assert max(size for size, _ in sizes) == 2
-
-
-def tokens_of(llm):
-    return [one.outputs[0].token_ids for one in llm.generate(prompts()[:4], GREEDY)]
 
 
 @pytest.mark.slow
@@ -165,31 +152,24 @@ def test_an_interrupt_between_stages_changes_nothing_of_what_comes_later(
         with pytest.raises(KeyboardInterrupt):
             stages.generate(prompts()[:4], GREEDY)
     stages.engine.flush_prefix_cache()
-    assert tokens_of(stages) == [list(tokens[:6]) for tokens in one_device.tokens[:4]]
+    found = [one.outputs[0].token_ids for one in stages.generate(prompts()[:4], GREEDY)]
+    assert found == [list(tokens[:6]) for tokens in one_device.tokens[:4]]
 
 
 def test_on_accelerators_a_launch_that_did_not_reach_all_stages_is_the_last_one():
-    calls, mesh = [], SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
-    model = SimpleNamespace(mesh=mesh, stage=SimpleNamespace(count=3))
-    first, last = (
-        SimpleNamespace(
-            model=model, limits=None, programs=SimpleNamespace(rows=None), outgoing=deque(), launch=calls.append
-        )
-        for _ in range(2)
-    )
+    first, last = Mock(outgoing=deque()), Mock(outgoing=deque())
+    for stage in (first, last):
+        stage.model.mesh.devices = np.array([SimpleNamespace(platform="gpu")])
+        stage.model.stage.count = 3
     executor = PipelineExecutor([first, last])
     assert executor.max_in_flight == 3, "of all processes' stages, of which two are here"
-
-    def interrupted(command):
-        raise KeyboardInterrupt
-
-    last.launch = interrupted
+    last.launch.side_effect = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         executor.launch("a step")
-    last.launch = calls.append
     with pytest.raises(RuntimeError, match=r"KeyboardInterrupt.*start the engine anew"):
         executor.launch("another step")
-    assert calls == ["a step"]
+    first.launch.assert_called_once_with("a step")
+    last.launch.assert_called_once_with("a step")
 
 
 @pytest.mark.slow

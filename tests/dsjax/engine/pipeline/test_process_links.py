@@ -1,7 +1,4 @@
-"""What passes between the processes of stages, here between threads: the tests of `pipeline/process_links.py`.
-
-These are the tests of `pipeline/stages_of_process.py` too. Real processes: `test_stages_of_processes.py` in `tests/dsjax/hosts`.
-"""
+"""What passes between processes of stages, here threads. Also tests `pipeline/stages_of_process.py`."""
 
 import contextlib
 import socket
@@ -11,6 +8,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +18,8 @@ import pytest
 import zmq
 from group_in_threads import groups
 from jax.sharding import SingleDeviceSharding
-from links_in_threads import Links, links_of
+from links_in_threads import links_of
+from waits import until
 
 from dsjax.engine.contract.commands import Score, Step, int32s
 from dsjax.engine.contract.executor import ErrorKind, ExecutorCounts, ExpertCounts, RankResults, RowResult
@@ -35,10 +34,8 @@ from dsjax.messaging import Link, NotAMemberError
 @pytest.fixture
 def links():
     """Make the links of three processes, whose ids are not in the order of their stages."""
-    in_order = links_of([0, 2, 1])
-    yield in_order
-    for one in in_order:
-        one.close()
+    with contextlib.ExitStack() as opened:
+        yield [opened.enter_context(contextlib.closing(one)) for one in links_of([0, 2, 1])]
 
 
 def listeners_of(links):
@@ -86,36 +83,19 @@ def counts_of(number):
     return ExpertCounts(arrays[0], arrays[0][0], arrays[0][:1], arrays[1], number, 2 * number, 0.25)
 
 
-def loads_of_all(links, reads):
-    """What each process has when all have read their loads, in the order of their stages; an error that it met."""
-    found = [None] * len(links)
-
-    def run(place):
-        try:
-            found[place] = links[place].gather_counts(reads[place])
-        except BaseException as error:
-            found[place] = error
-
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(links))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return found
-
-
 class Stage:
     """A stage of three without a model: its hidden states, tokens and logits are one more than what arrives."""
 
     def __init__(self, number):
         mesh = SimpleNamespace(devices=np.array(jax.devices()[:1]))
-        self.model = SimpleNamespace(mesh=mesh, stage=SimpleNamespace(count=3), begins=number == 0)
+        self.model = SimpleNamespace(mesh=mesh, stage=SimpleNamespace(count=3), is_first_stage=number == 0)
         self.limits, self.programs = None, SimpleNamespace(rows=SingleDeviceSharding(jax.devices()[0]))
-        self.number, self.steps, self.outgoing, self.entered, self.recording = number, 0, deque(), [], False
+        self.steps, self.outgoing, self.entered, self.recording = 0, deque(), [], False
+        self.expert_counts, self.counts = partial(counts_of, number), partial(ExecutorCounts, 0)
 
     def launch(self, command):
         self.steps += 1
-        value = 10 * self.steps if self.model.begins else self.incoming.popleft()[0] + 1
+        value = 10 * self.steps if self.model.is_first_stage else self.incoming.popleft()[0] + 1
         self.outgoing.append(jnp.full(3, value))
         return SimpleNamespace(value=int(value), kept=[np.full((2, 4), value), np.full((1, 4), value)])
 
@@ -128,19 +108,10 @@ class Stage:
     def commit_results(self, part, results, outputs):
         self.entered += results[0].decodes[0].token_ids
 
-    def wait(self, part):
-        pass
-
-    drop_interrupted = lambda self: None  # noqa: E731
-
     def set_recording(self, on):
         self.recording = on
 
-    def expert_counts(self):
-        return counts_of(self.number)
-
-    def counts(self):
-        return ExecutorCounts(0)
+    wait = drop_interrupted = lambda self, *part: None
 
 
 @pytest.fixture
@@ -185,74 +156,64 @@ def test_the_record_of_loads_has_the_layers_and_devices_of_all_processes_until_i
 def test_after_an_interrupt_the_same_results_are_heard_once_more(links, monkeypatch):
     first, _, last = links
     for number in range(3):
-        last.send_results(
-            lambda number=number: (
-                [RankResults([RowResult([number])], [])],
-                [LastStageOutput(np.full(2, number), None)],
-            )
-        )
-
-    def interrupt(*values):
-        raise KeyboardInterrupt
+        made = [RankResults([RowResult([number])], [])], [LastStageOutput(np.full(2, number), None)]
+        last.send_results(lambda made=made: made)
 
     def tokens(number):
         return first.receive_results(number)[0][0].decodes[0].token_ids
 
     assert tokens(0) == [0]
     with monkeypatch.context() as patch:
-        patch.setattr(process_links, "LastStageOutput", interrupt)
+        patch.setattr(process_links, "LastStageOutput", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             first.receive_results(1)
-    assert tokens(1) == [1]
-    assert tokens(2) == [2]
+    assert [tokens(1), tokens(2)] == [[1], [2]]
 
 
 def test_after_an_interrupt_the_loads_that_others_had_told_before_are_passed_over(links):
-    def interrupt():
-        raise KeyboardInterrupt
+    with ThreadPoolExecutor(3) as pool:
 
-    reads = [lambda: counts_of(10)] * 2
-    interrupted, *_ = loads_of_all(links, [interrupt, *reads])
-    assert isinstance(interrupted, KeyboardInterrupt)
-    first, *_ = loads_of_all(links, [partial(counts_of, number) for number in (20, 21, 22)])
-    assert [one.rounds for one in first] == [20, 21, 22]
+        def gather(*reads):
+            return [pool.submit(one.gather_counts, read) for one, read in zip(links, reads, strict=True)]
 
-
-def test_a_process_that_ends_is_an_error_to_those_that_wait_for_it_and_is_named(links):
-    first, _, last = links
-    last.close()
-    with pytest.raises(GroupError, match=r"connection between two stages has ended: process 1 .* has ended it"):
-        first.receive_results(0)
+        first, *others = gather(Mock(side_effect=KeyboardInterrupt), *[partial(counts_of, 10)] * 2)
+        assert isinstance(first.exception(60), KeyboardInterrupt)
+        assert [other.result(60)[0].rounds for other in others] == [10, 10]
+        first, *_ = gather(*(partial(counts_of, number) for number in (20, 21, 22)))
+        assert [one.rounds for one in first.result(60)] == [20, 21, 22]
 
 
-def test_what_a_process_has_sent_before_it_ends_is_heard_by_those_that_ask_later(links, monkeypatch):
+def test_what_a_process_has_sent_before_it_ends_is_heard_by_those_that_ask_later_and_its_end_then(links, monkeypatch):
     monkeypatch.setattr(process_links, "_LINGER_SECONDS", 60)  # where others use the machine
     first, middle, last = links
     logits = np.arange(3_000_000, dtype=np.float32)
     last.send_results(lambda: logits)
-    last._last_send.result(10)
+    last._last_send.result(60)
     last.close()
     for other in (first, middle):
         np.testing.assert_array_equal(other.receive_results(0), logits)
-        with pytest.raises(GroupError, match=r"process 1 .* has ended it"):
+        with pytest.raises(GroupError, match=r"connection between two stages has ended: process 1 .* has ended it"):
             other.receive_results(1)
 
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_process_that_cannot_be_reached_is_named_and_this_one_listens_no_more(ends):
+    class Links(process_links.ProcessLinks):
+        def close(self):
+            super().close()
+            self._group.endpoint.close()
+
     with socket.create_server(("127.0.0.1", 0)) as other:
+        port, told, [group] = other.getsockname()[1], [], groups(1)
         if ends:  # what answers there speaks no word
             threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
-        port = other.getsockname()[1]
-        if not ends:
+        else:
             other.close()
-        told = []
 
         def ask(stage, value):
             told.extend(value.values())
             return [value, {HIDDEN: (f"127.0.0.1:{port}", b"ticket")}]
 
-        [group] = groups(1)
         group.members = group.present = [group.me, msgspec.structs.replace(group.me, process_id=1)]
         group.agreement, group.check = SimpleNamespace(all_gather=ask), lambda error=None: None
         with pytest.raises(GroupError, match=f"process 1 .* cannot be reached at 127.0.0.1:{port}"):
@@ -264,7 +225,7 @@ def test_a_process_that_cannot_be_reached_is_named_and_this_one_listens_no_more(
 
 def test_a_host_that_hangs_is_noticed_within_the_heartbeat_timeout(links):
     for link in (link for one in links for link in (*one._outgoing, *listeners_of(one))):
-        assert 0 < link._socket.heartbeat_ivl < link._socket.heartbeat_timeout < 10_000
+        assert 0 < link._socket.heartbeat_ivl < link._socket.heartbeat_timeout < 60_000
 
 
 def test_hidden_states_alone_go_unencrypted(links):
@@ -290,11 +251,9 @@ def test_a_member_that_is_no_stage_of_this_generation_is_not_heard_and_disturbs_
     np.testing.assert_array_equal(arriving.popleft(), sent)
     np.testing.assert_array_equal(middle.receive_results(0), sent)
     for listener, encrypted in zip(listeners_of(middle), (False, True), strict=True):
+        where = last._group.endpoint, listener.address, ticket or listener.ticket
         with contextlib.suppress(NotAMemberError):
-            stranger = Link(
-                last._group.endpoint, listener.address, ticket or listener.ticket, name, encrypted=encrypted
-            )
-            process_links._send([stranger], [], [np.zeros(1)])
+            process_links._send([Link(*where, name, encrypted=encrypted)], [], [np.zeros(1)])
     time.sleep(0.1)
     first.send_hidden(2 * sent)
     last.send_results(lambda: 2 * sent)
@@ -309,7 +268,7 @@ def test_what_cannot_be_read_ends_the_wait_for_it(links):
 
 
 def raised(take):
-    """What taking raises, twice; None: it waits for ever."""
+    """What taking raises, twice, in a thread, since it might wait for ever."""
     found = []
 
     def run():
@@ -319,31 +278,23 @@ def raised(take):
             except GroupError as error:
                 found.append(str(error))
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(60)
-    return None if thread.is_alive() else found
+    threading.Thread(target=run, daemon=True).start()
+    until(lambda: len(found) == 2)
+    return found
 
 
-def fails():
-    raise RuntimeError("a program failed")
+fails = Mock(side_effect=RuntimeError("a program failed"))
 
 
-def test_where_something_cannot_be_sent_all_that_wait_for_it_or_for_anything_are_told(links, caplog):
+def test_where_something_cannot_be_sent_all_that_wait_or_send_afterwards_are_told(links, caplog):
     _, middle, last = links
     middle.send_results(fails)
     own = "the connection between two stages has ended: a program failed"
     assert raised(lambda: middle.receive_results(0)) == [own] * 2
     assert raised(middle.incoming(None).popleft) == [own] * 2
     others = raised(last.incoming(None).popleft)
-    assert len(others) == 2
     assert all("the connection between two stages has ended" in error for error in others)
     assert "Sending to the other stages failed" in caplog.text
-
-
-def test_what_cannot_be_sent_is_raised_at_the_next_sending(links):
-    last = links[-1]
-    last.send_results(fails)
-    last._last_send.exception(10)
+    middle._last_send.exception(60)
     with pytest.raises(GroupError, match="a program failed"):
-        last.send_results(fails)
+        middle.send_results(fails)

@@ -87,24 +87,22 @@ def test_what_was_not_used_for_longest_makes_room_and_foreign_files_stay(tmp_pat
 
 def test_one_at_a_time_has_the_turn_to_make_a_program(folder, tmp_path):
     another = ProgramFolder.inside(tmp_path)
-    with folder.turn(NAME):
-        assert another.turn(NAME) is folder.turn(NAME) is None
-        with another.turn(OTHER) as turn:
-            assert turn is not None
-    with another.turn(NAME) as turn:
-        assert turn is not None
+    with folder.compile_lock(NAME):
+        assert another.compile_lock(NAME) is folder.compile_lock(NAME) is None
+        another.compile_lock(OTHER).close()
+    with another.compile_lock(NAME) as turn:
         turn.close()
         turn.close()
     assert files(folder) == []
-    lost = folder.turn(NAME)
-    assert another.turn(NAME) is None
+    lost = folder.compile_lock(NAME)
+    assert another.compile_lock(NAME) is None
     del lost
     gc.collect()
-    assert another.turn(NAME) is not None
+    assert another.compile_lock(NAME) is not None
 
 
 def test_where_no_turn_can_be_had_everybody_has_one(folder):
     folder.path.rmdir()
-    with folder.turn(NAME) as first, folder.turn(NAME) as second:
+    with folder.compile_lock(NAME) as first, folder.compile_lock(NAME) as second:
         assert first is not None
         assert second is not None

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import types
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
@@ -20,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from dsjax.engine.program_cache import identity
 from dsjax.engine.program_cache.identity import NotDescribed, digest
+from dsjax.model.forms import Form
 
 
 @pytest.fixture(autouse=True)
@@ -95,37 +95,23 @@ def test_which_devices_a_mesh_has_does_not_matter():
 
 
 def test_another_process_finds_the_same_digest():
-    program = (
-        "from dsjax.engine.program_cache.identity import digest\n"
-        "print(digest({'x': frozenset(map(str, range(50)))}, (None, 1.5, 'ä')))"
-    )
+    value = "{'x': frozenset(map(str, range(50)))}, (None, 1.5, 'ä')"
+    program = f"from dsjax.engine.program_cache.identity import digest\nprint(digest({value}), end='')"
     environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)}
     found = subprocess.check_output([sys.executable, "-c", program], text=True, env=environment)
-    assert found == digest({"x": frozenset(map(str, range(50)))}, (None, 1.5, "ä")) + "\n"
+    assert found == digest(*eval(value))
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        lambda: 1,
-        returns(1),
-        object(),
-        np.array([object()]),
-        functools.partial(lambda x: x, 1),
-        Pair((1, [{"deep": threading.Lock()}])),
-        jnp.ones(2),
-    ],
-)
-def test_what_cannot_be_told_apart_has_no_digest(value):
-    with pytest.raises(NotDescribed):
-        digest(value)
+def test_what_cannot_be_told_apart_has_no_digest():
+    functions = lambda: 1, returns(1), functools.partial(lambda x: x, 1)
+    for value in (*functions, object(), np.array([object()]), Pair((1, [{"deep": threading.Lock()}])), jnp.ones(2)):
+        with pytest.raises(NotDescribed):
+            digest(value)
 
 
-def test_a_callers_own_class_has_no_digest_since_it_may_change(monkeypatch):
-    own = types.ModuleType("own_form")
-    exec("from dsjax.model.forms import Form\nclass Own(Form):\n    name = 'own'", own.__dict__)
-    assert own.Own.__module__ == "own_form"
-    for value in (own.Own, own.Own(), Pair(own.Own())):
+def test_a_callers_own_class_has_no_digest_since_it_may_change():
+    own = type("Own", (Form,), {"name": "own", "__module__": "own_form"})
+    for value in (own, own(), Pair(own())):
         with pytest.raises(NotDescribed, match=r"own_form\.Own is defined in a module whose source is not in"):
             digest(value)
 
@@ -153,18 +139,10 @@ def test_code_settings_and_flags_are_part_of_every_program(monkeypatch, tmp_path
     with monkeypatch.context() as patch:
         patch.setattr(identity, "most_threads", lambda: 77)  # native kernels are told how many
         differs()
-    jax.config.update("jax_default_matmul_precision", "float32")
-    try:
+    with jax.default_matmul_precision("float32"):
         differs()
-    finally:
-        jax.config.update("jax_default_matmul_precision", None)
-    assert identity.of_process(client) == before
-    logs = jax.config.jax_log_compiles
-    jax.config.update("jax_log_compiles", not logs)
-    try:
+    with jax.log_compiles(not jax.config.jax_log_compiles):
         assert identity.of_process(client) == before
-    finally:
-        jax.config.update("jax_log_compiles", logs)
 
 
 @pytest.fixture
@@ -204,9 +182,8 @@ def test_a_mesh_counts_by_which_devices_share_a_process_and_not_by_which_process
     """What was compiled ahead for the loss of one process serves after the loss of another."""
 
     def mesh_of(*processes):
-        devices = [
-            SimpleNamespace(id=i, platform="cpu", device_kind="cpu", process_index=p) for i, p in enumerate(processes)
-        ]
+        alike = {"platform": "cpu", "device_kind": "cpu"}
+        devices = [SimpleNamespace(id=i, process_index=p, **alike) for i, p in enumerate(processes)]
         value = object.__new__(Mesh)
         value.__dict__.update(devices=np.array(devices), axis_names=("dp",), axis_types=None)
         return list(identity._describe(value))

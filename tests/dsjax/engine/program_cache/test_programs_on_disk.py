@@ -16,13 +16,8 @@ from dsjax.engine.program_cache.folder import ProgramFolder
 from dsjax.engine.program_cache.library import ProgramLibrary
 
 STEPS = [
-    {"mesh": "dp=1"},
-    {"mesh": "dp=2"},
-    {"mesh": "tp=2"},
-    {"mesh": "dp=2,tp=2"},
-    {"mesh": "dp=2", "dispatch": "gather"},
-    {"mesh": "dp=2", "dispatch": "padded"},
-    {"mesh": "dp=2", "dispatch": "ragged"},
+    *({"mesh": mesh} for mesh in ("dp=1", "dp=2", "tp=2", "dp=2,tp=2")),
+    *({"mesh": "dp=2", "dispatch": method} for method in ("gather", "padded", "ragged")),
     {"mesh": "dp=2", "dispatch": "padded", "moe_chunk_tokens": 2},
     {"mesh": "dp=2", "dispatch": "padded", "dispatch_wire": "fp8"},
     {"mesh": "dp=2", "kernels": "plain"},
@@ -73,13 +68,12 @@ def test_an_engine_that_is_made_again_traces_no_program_and_makes_the_same_token
     monkeypatch.setattr(ProgramFolder, "inside", classmethod(lambda cls, cache: cls(tmp_path / "programs")))
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=2)
     made = []
-    for again in (False, True):
-        if again:
-            monkeypatch.setattr(CompiledPrograms, "_compile", lambda self, key, *_: pytest.fail(f"{key} is compiled"))
+    for _ in range(2):
         llm = LLM(model=model, mesh="pp=2", **FEW_SHAPES)
         try:
             (output,) = llm.generate([{"prompt_token_ids": [5, 3, 9, 2]}], params)
             made.append((output.outputs[0].token_ids, output.outputs[0].logprobs))
         finally:
             llm.shutdown()
+        monkeypatch.setattr(CompiledPrograms, "_compile", lambda self, key, *_: pytest.fail(f"{key} is compiled"))
     assert made[0] == made[1]

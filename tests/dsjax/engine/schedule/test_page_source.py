@@ -1,13 +1,10 @@
-"""The KV connector of docs/examples works as it stands there: pages leave, come back, and tokens are the same.
-
-These are the tests of `setup/loading.py` too.
-"""
+"""The KV connector of docs/examples works as it stands there: pages leave, come back, and tokens are the same. These are the tests of
+`setup/loading.py` too."""
 
 import sys
 from pathlib import Path
 
 import pytest
-from layouts import write_checkpoint
 from quick_compilation import FEW_SHAPES
 
 from dsjax import LLM, SamplingParams
@@ -35,30 +32,20 @@ def generated(llm):
     return [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in prompts()]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return str(write_checkpoint(tmp_path_factory.mktemp("tiny"), mtp=True))
-
-
 @pytest.mark.slow
 def test_the_example_keeps_pages_and_gives_them_back(checkpoint, module):
-    plain = LLM(checkpoint, **OPTIONS)
-    llm = LLM(checkpoint, page_source=module, **OPTIONS)
-    try:
+    with LLM(str(checkpoint), **OPTIONS) as plain, LLM(str(checkpoint), page_source=module, **OPTIONS) as llm:
         expected = generated(plain)
         assert generated(llm) == expected
         assert sum(rank.hits["kept"] for rank in llm.engine.core.scheduler.ranks) >= 100
         llm.engine.flush_prefix_cache()
         assert generated(llm) == expected
-    finally:
-        llm.shutdown()
-        plain.shutdown()
 
 
 def test_a_module_that_cannot_be_imported_is_named(checkpoint, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"--page-source no_such_module cannot be imported \(ModuleNotFoundError"):
-        LLM(checkpoint, page_source="no_such_module", **OPTIONS)
+        LLM(str(checkpoint), page_source="no_such_module", **OPTIONS)
     (tmp_path / "half_a_source.py").write_text("def attachment(): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match="half_a_source has no device_part; it must define"):
-        LLM(checkpoint, page_source="half_a_source", **OPTIONS)
+        LLM(str(checkpoint), page_source="half_a_source", **OPTIONS)

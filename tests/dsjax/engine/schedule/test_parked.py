@@ -1,16 +1,17 @@
 """Requests that are too long for the mesh of now wait for a larger one, hold nobody back, and end with a clear error after the limit."""
 
-import queue
 import time
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 from fake_executor import FakeExecutor, expected_tokens
+from waits import until
 
 from dsjax import SamplingParams
 from dsjax.engine.contract.executor import ErrorKind
 from dsjax.engine.engine_thread import EngineThread
+from dsjax.engine.schedule.mesh_changer import MeshEpoch
 from dsjax.engine.schedule.page_source import PageSource
 from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.engine.schedule.scheduler import Scheduler
@@ -19,23 +20,22 @@ LONG, SHORT = ([1] * 10, 40), ([3], 4)
 SIZES = {"large": 33, "small": 5}  # pages of a rank's cache
 
 
-def mesh(size: str) -> SimpleNamespace:
+def mesh(size: str, is_reduced: bool = True) -> MeshEpoch:
     """A mesh whose executor has a large cache or a small one."""
     executor = FakeExecutor(pages_per_rank=SIZES[size])
-    return SimpleNamespace(executor=executor, config=executor.config, larger_is_wanted=size != "large")
+    return MeshEpoch(executor, executor.config, is_reduced=is_reduced and size != "large")
 
 
 class Engine:
     """A core in its thread's loop, which the test turns, and the clock of the core."""
 
-    def __init__(self, monkeypatch, size: str = "large", seconds: float = 60.0):
+    def __init__(self, monkeypatch):
         self.now, self.updates = 1000.0, []
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=time.sleep)
         monkeypatch.setattr("dsjax.engine.core.time", clock)
-        executor = FakeExecutor(pages_per_rank=SIZES[size])
-        parts = executor.parts()
+        parts = FakeExecutor(pages_per_rank=SIZES["large"]).parts()
         self.core, self.inputs = parts.core, parts.inputs
-        self.core.parked.seconds = seconds
+        self.core.parked.seconds = 60.0
         self.thread = EngineThread(self.core, on_done=lambda updates, stats: self.updates.extend(updates))
 
     def request(self, name: str, prompt: list[int], max_tokens: int) -> Request:
@@ -52,8 +52,8 @@ class Engine:
         for _ in range(times):
             self.thread.turn(wait=False)
 
-    def change(self, size: str) -> None:
-        self.thread.change(lambda: mesh(size))
+    def change(self, size: str, **wanted) -> None:
+        self.thread.change(lambda: mesh(size, **wanted))
 
     def finish(self) -> None:
         self.turn()
@@ -122,16 +122,14 @@ def test_it_ends_with_the_error_when_it_has_waited_long_enough_though_the_mesh_c
 
 def test_where_the_smaller_mesh_is_the_one_that_was_asked_for_nothing_is_waited_for(engine):
     long, _ = parked(engine)
-    asked_for = mesh("small")
-    asked_for.larger_is_wanted = False
-    engine.thread.change(lambda: asked_for)
+    engine.change("small", is_reduced=False)
     assert engine.outcome(long).result.kind is ErrorKind.NO_ROOM, "it had waited for a return"
     assert "no larger mesh came" not in engine.outcome(long).result.error
     late = engine.request("late", [1] * 4, 8)
     engine.change("large")
     again = engine.add("again", *LONG)
     engine.turn(3)
-    engine.thread.change(lambda: asked_for)
+    engine.change("small", is_reduced=False)
     assert engine.outcome(again).result.kind is ErrorKind.NO_ROOM
     engine.thread.add([late])
     engine.finish()
@@ -150,23 +148,14 @@ def test_one_that_was_accepted_for_the_mesh_before_waits_too_in_its_place_of_the
     assert late.token_ids[10:] == expected_tokens(*LONG)
 
 
-def test_a_thread_that_rests_ends_it_in_time(monkeypatch):
-    engine = Engine(monkeypatch)
-    done: queue.SimpleQueue = queue.SimpleQueue()
-    engine.thread.on_done = lambda updates, stats: [done.put(update) for update in updates]
-    engine.thread.on_death = done.put
-    long = engine.add("long", *LONG)
-    engine.turn(3)
-    engine.change("small")
-    engine.core.parked.seconds = 0.05
-    real = time.monotonic()
-    monkeypatch.setattr(
-        "dsjax.engine.core.time", SimpleNamespace(monotonic=lambda: engine.now + time.monotonic() - real)
-    )
+def test_a_thread_that_rests_ends_it_in_time(engine, monkeypatch):
+    long, _ = parked(engine)
+    engine.core.parked.seconds, real = 0.05, time.monotonic()
+    clock = SimpleNamespace(monotonic=lambda: engine.now + time.monotonic() - real)
+    monkeypatch.setattr("dsjax.engine.core.time", clock)
     engine.thread.start()
-    while (update := done.get(timeout=120)).request is not long or update.finish_reason is None:
-        pass
-    assert update.result.kind is ErrorKind.NO_ROOM
+    until(lambda: engine.outcome(long))
+    assert engine.outcome(long).result.kind is ErrorKind.NO_ROOM
     engine.thread.end()
     engine.thread.join(60)
 

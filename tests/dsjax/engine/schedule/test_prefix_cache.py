@@ -1,7 +1,5 @@
-"""Which pages are found again, which are not, and what is counted.
-
-These are the tests of `schedule/pages.py`, `schedule/request_pages.py` and `schedule/rank.py` too.
-"""
+"""Which pages are found again, which are not, and what is counted. These are the tests of `schedule/pages.py`, `schedule/request_pages.py`
+and `schedule/rank.py` too."""
 
 from zlib import crc32
 
@@ -20,11 +18,9 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 PROMPT = list(range(100, 120))  # five pages of four tokens
 
 
-def make(*, prefix_caching: bool = True, policy: str = "fcfs", budget: int = 24, **sizes) -> EngineCore:
-    executor = FakeExecutor(**{"page_size": 4, "pages_per_rank": 33, "max_chunk": 24, **sizes})
-    config = SchedulerConfig.from_limits(
-        executor.limits, max_num_batched_tokens=budget, prefix_caching=prefix_caching, policy=policy
-    )
+def make(*, prefix_caching: bool = True, budget: int = 24, **sizes) -> EngineCore:
+    executor = FakeExecutor(**{"pages_per_rank": 33, "max_chunk": 24, **sizes})
+    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=budget, prefix_caching=prefix_caching)
     # Without asynchronous scheduling a call of `step` is a step.
     return EngineCore(executor, config, async_scheduling=False, attachments=attachments_of(config))
 
@@ -45,6 +41,12 @@ def run(core: EngineCore, *requests: Request) -> None:
             assert each.output_token_ids == expected_tokens(each.prompt_token_ids, each.max_tokens)
 
 
+def cached_again(core: EngineCore, prompt: list[int] = PROMPT, **options) -> int:
+    """How many tokens of a further request are found."""
+    run(core, again := request("again", prompt, **options))
+    return again.num_cached_tokens
+
+
 @pytest.mark.parametrize(
     ("prompt", "cached"),
     [
@@ -60,16 +62,14 @@ def run(core: EngineCore, *requests: Request) -> None:
 def test_the_longest_run_of_full_pages_from_the_first_token_is_found(prompt, cached):
     core = make()
     run(core, request("first", PROMPT))
-    run(core, again := request("again", prompt))
-    assert again.num_cached_tokens == cached
+    assert cached_again(core, prompt) == cached
 
 
 @pytest.mark.parametrize(("salts", "cached"), [(("a", "a"), 19), (("a", "b"), 0), (("a", None), 0), (("", None), 0)])
 def test_pages_are_shared_under_one_salt_only(salts, cached):
     core = make()
     run(core, request("first", PROMPT, salt=salts[0]))
-    run(core, again := request("again", PROMPT, salt=salts[1]))
-    assert again.num_cached_tokens == cached
+    assert cached_again(core, salt=salts[1]) == cached
 
 
 def test_a_salt_that_is_no_valid_unicode_is_a_salt():
@@ -79,9 +79,7 @@ def test_a_salt_that_is_no_valid_unicode_is_a_salt():
 def test_without_prefix_caching_nothing_is_found_or_kept():
     core = make(prefix_caching=False)
     run(core, request("first", PROMPT))
-    run(core, again := request("again", PROMPT))
-    assert again.num_cached_tokens == 0
-    assert core.loads()[0].cached_pages == 0
+    assert cached_again(core) == core.loads()[0].cached_pages == 0
     assert (core.loads()[0].queried, core.loads()[0].hits) == (0, {"device": 0})
 
 
@@ -104,14 +102,12 @@ def test_a_preempted_request_finds_its_own_pages_again():
     old, new = request("old", PROMPT[:9], 20), request("new", PROMPT[10:20], 20)
     core.add(old)
     core.add(new)
-    seen = []
-    while core.has_unfinished:
-        plan_before = new.num_preemptions
+    while core.has_unfinished and not new.num_preemptions:
         core.step()
-        if new.num_preemptions and not plan_before:
-            seen = core.scheduler.ranks[0].pool.find(new.page_hashes)
+    found = core.scheduler.ranks[0].pool.find(new.page_hashes)
+    assert found, "right after it gave way, what its elder did not take is there"
+    run(core)
     assert new.num_preemptions == 1
-    assert seen, "right after it gave way, what its elder did not take is there"
     for each in (old, new):
         assert each.output_token_ids == expected_tokens(each.prompt_token_ids, 20)
 
@@ -128,26 +124,17 @@ def test_a_failed_request_takes_its_pages_out_of_the_cache_and_leaves_those_of_o
     run(core)
     assert bad.finish_reason is FinishReason.ERROR
     assert good.output_token_ids == expected_tokens([*PROMPT, 2], 9), "it reads pages that the other one held"
-    run(core, again := request("again", PROMPT))
-    assert again.num_cached_tokens == 0
+    assert cached_again(core) == 0
 
 
 def test_a_request_that_fails_for_another_reason_leaves_its_pages_to_be_found():
     core = make()
     core.add(bad := request("bad", PROMPT, 9))
     core.step()
-    collect = core.executor.collect
-
-    def refuse(pending):
-        (rank,) = collect(pending)
-        return [RankResults([RowResult(error="no legal token")], rank.prefills)]
-
-    core.executor.collect = refuse
+    core.executor.impossible[bad.seed] = "no legal token"
     core.step()
-    core.executor.collect = collect
     assert (bad.finish_reason, len(bad.token_ids), core.scheduler.ranks[0].load) == (FinishReason.ERROR, 21, 0)
-    run(core, again := request("again", PROMPT))
-    assert again.num_cached_tokens == 19
+    assert cached_again(core) == 19
 
 
 def test_prompt_logprobs_given_again_after_a_preemption_are_passed_over():
@@ -157,23 +144,20 @@ def test_prompt_logprobs_given_again_after_a_preemption_are_passed_over():
     entries = [(token, -1.0, 1, []) for token in PROMPT[1:12]]
     found = []
 
-    def step(result_of):
+    def step():
         plan = scheduler.schedule()
-        (row,) = (*plan.ranks[0].decodes, *plan.ranks[0].prefills)
-        result = [result_of(row)]
-        updates = scheduler.update(plan, [RankResults(*((result, []) if plan.ranks[0].decodes else ([], result)))])
+        (row,) = plan.ranks[0].prefills
+        some = entries[row.start : row.start + row.length]
+        result = RowResult((9,) if row.sampled else (), prompt_scores=some)
+        updates = scheduler.update(plan, [RankResults([], [result])])
         found.extend(entry for update in updates for entry in update.result.prompt_scores or ())
         return updates
 
-    def chunk(row):
-        some = entries[row.start : row.start + row.length]
-        return RowResult((9,) if row.sampled else (), prompt_scores=some)
-
-    (update,) = step(chunk)
+    (update,) = step()
     assert (update.result.token_ids, len(asking.token_ids)) == ((), 12), "no token is made before the prompt's end"
     scheduler.ranks[0].running.remove(asking)
     scheduler.ranks[0]._preempt(asking)
-    assert step(chunk) == [], "there is nothing new to tell"
-    step(chunk)
+    assert step() == [], "there is nothing new to tell"
+    step()
     assert found == entries
     assert not asking.wants_prompt_logprobs

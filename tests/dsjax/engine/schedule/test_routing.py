@@ -1,10 +1,8 @@
 """Requests go where their beginning is cached, as long as that rank is not the one that all others wait for; how prompts share a step.
-
-These are the tests of `schedule/scheduler.py` and `schedule/scheduler_config.py` too.
-"""
+These are the tests of `schedule/scheduler.py` and `schedule/scheduler_config.py` too."""
 
 import random
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,16 +14,9 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 
 def config(**changes) -> SchedulerConfig:
-    sizes = {
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 512,
-        "prefill_chunk": 256,
-        "max_prefill_rows": 16,
-        "page_size": 16,
-        "pages_per_rank": 1025,
-        "max_model_len": 1024,
-    }
-    return SchedulerConfig(**{**sizes, **changes})
+    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "prefill_chunk": 256, "max_prefill_rows": 16}
+    sizes |= {"page_size": 16, "pages_per_rank": 1025, "max_model_len": 1024}
+    return SchedulerConfig(**sizes | changes)
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 4, **options) -> Request:
@@ -73,26 +64,6 @@ def test_a_request_without_max_tokens_that_comes_while_the_mesh_shrinks_makes_as
     open_ended.params = SamplingParams(max_tokens=None)
     Scheduler(config(page_size=4, pages_per_rank=11), 1).add(open_ended)
     assert (open_ended.max_tokens, open_ended.max_total_tokens) == (11, 41)  # the last one is never stored
-
-
-def test_a_prompt_goes_where_its_beginning_is_cached():
-    scheduler = Scheduler(config(), 4)
-    for index in range(4):
-        scheduler.add(request(str(index), [index] * 64))
-    finish(scheduler)
-    for index in (2, 0, 3, 1):
-        scheduler.add(again := request(f"again {index}", [index] * 70))
-        assert again.rank == index
-
-
-def test_a_prompt_goes_where_its_beginning_is_about_to_be_computed():
-    scheduler = Scheduler(config(), 4)
-    first = request("first", [1] * 200)
-    others = [request(f"other {index}", [2 + index] * 40) for index in range(3)]
-    for each in (first, *others):
-        scheduler.add(each)
-    scheduler.add(same := request("same", [1] * 210))
-    assert [each.rank for each in (first, *others, same)] == [0, 1, 2, 3, 0]
 
 
 def test_the_cost_is_uncached_tokens_and_backlog_and_a_sixteenth_of_the_context_and_rows():
@@ -146,18 +117,12 @@ def test_the_sessions_remembered_are_bounded(monkeypatch):
     assert list(scheduler._router._sessions) == ["7", "8", "9"]
 
 
-class Outcome(NamedTuple):
-    """What a workload came to: cached tokens, steps until all was done, and rows of the fullest rank ÷ mean rows."""
+def play(num_ranks: int, sizes: SchedulerConfig, requests: list[Request], concurrency: int = 200) -> SimpleNamespace:
+    """Keep so many requests in the system until all are done.
 
-    hits: int
-    steps: int
-    fullest: float
-
-
-def play(num_ranks: int, sizes: SchedulerConfig, requests: list[Request], concurrency: int) -> Outcome:
-    """Keep so many requests in the system until all are done."""
-    scheduler = Scheduler(sizes, num_ranks)
-    waiting = list(reversed(requests))
+    Gives cached tokens (hits), steps until all was done, and rows of the fullest rank ÷ mean rows (fullest).
+    """
+    scheduler, waiting = Scheduler(sizes, num_ranks), list(reversed(requests))
     steps, fullest, mean = 0, 0, 0.0
     while waiting or scheduler.num_unfinished:
         while waiting and scheduler.num_unfinished < concurrency:
@@ -169,32 +134,26 @@ def play(num_ranks: int, sizes: SchedulerConfig, requests: list[Request], concur
             mean += sum(rows) / num_ranks
     hits = sum(each.num_cached_tokens for each in requests)
     assert hits == sum(sum(rank.hits.values()) for rank in scheduler.ranks)
-    return Outcome(hits, steps, fullest / mean)
+    return SimpleNamespace(hits=hits, steps=steps, fullest=fullest / mean)
 
 
-def prefix_repetition(prefixes: int, repetitions: int, seed: int = 0) -> list[Request]:
+def prefix_repetition(prefixes: int, repetitions: int) -> list[Request]:
     """Prompts of 256 + 64 tokens, each prefix `repetitions` times, in any order; outputs of 16 to 112 tokens."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     heads = [[draw.randrange(1000) for _ in range(256)] for _ in range(prefixes)]
     order = [head for head in heads for _ in range(repetitions)]
     draw.shuffle(order)
-    return [
-        request(str(index), head + [draw.randrange(1000) for _ in range(64)], draw.randint(16, 112))
-        for index, head in enumerate(order)
-    ]
+    tails = ([draw.randrange(1000) for _ in range(64)] for _ in order)
+    return [request(str(i), head + next(tails), draw.randint(16, 112)) for i, head in enumerate(order)]
 
 
 @pytest.mark.parametrize(("prefixes", "repetitions"), [(10, 60), (32, 20), (100, 8)])
 def test_32_ranks_keep_four_fifths_of_the_hits_of_one_and_stay_balanced(prefixes, repetitions):
-    alone = play(
-        1,
-        config(max_num_seqs=512, max_num_batched_tokens=512 * 32, max_prefill_rows=512, pages_per_rank=32 * 1024 + 1),
-        prefix_repetition(prefixes, repetitions),
-        concurrency=200,
-    )
-    bound = prefixes * (repetitions - 1) * 256
-    assert alone.hits == bound, "one rank computes each prefix once"
-    spread = play(32, config(), prefix_repetition(prefixes, repetitions), concurrency=200)
+    large = {"max_num_seqs": 512, "max_num_batched_tokens": 512 * 32, "max_prefill_rows": 512}
+    large = config(**large, pages_per_rank=32 * 1024 + 1)
+    alone = play(1, large, prefix_repetition(prefixes, repetitions))
+    assert alone.hits == prefixes * (repetitions - 1) * 256, "one rank computes each prefix once"
+    spread = play(32, config(), prefix_repetition(prefixes, repetitions))
     assert spread.hits >= 0.8 * alone.hits
     assert spread.fullest < 1.5, "the fullest rank, which all wait for, has not much more rows than the mean one"
     # Each step on 32 ranks is far shorter than on one; their number must not grow much by queueing.

@@ -5,6 +5,7 @@ These are the tests of `core.py`, `schedule/scheduler.py`, `schedule/rank.py`, `
 """
 
 from collections import Counter
+from operator import add
 
 import pytest
 from event_subscriber import Subscriber
@@ -28,17 +29,23 @@ MAX_LEN = 40
 SHARED = [[7] * 24, list(range(100, 124)), [7] * 9 + [8] * 15]
 """Prompts begin with a part of one of these, so that many have pages in common, and some nearly have."""
 
+LIMITS = {
+    "num_ranks": st.integers(1, 3),
+    "page_size": st.integers(1, 5),
+    "pages_per_rank": st.integers(4, 24),
+    "max_rows_decode": st.integers(1, 5),
+    "max_chunk": st.integers(1, 6),
+    "max_rows_prefill": st.integers(1, 3),
+    "host_pages_per_rank": st.sampled_from([0, 0, 2, 30]),
+    "disk_pages": st.sampled_from([0, 0, 3, 40]),
+}
+_beginnings = st.builds(lambda shared, length: shared[:length], st.sampled_from(SHARED), st.integers(0, 24))
 _requests = st.fixed_dictionaries(
     {
-        "prompt": st.builds(
-            lambda shared, length, rest: shared[:length] + rest,
-            st.sampled_from(SHARED),
-            st.integers(0, 24),
-            st.lists(st.integers(0, 299), max_size=6),
-        ).filter(bool),
+        "prompt": st.builds(add, _beginnings, st.lists(st.integers(0, 299), max_size=6)).filter(bool),
         "max_tokens": st.integers(1, 16),
         "priority": st.integers(0, 2),
-        "salt": st.sampled_from([None, None, None, "a"]),
+        "cache_salt": st.sampled_from([None, None, None, "a"]),
         "session": st.sampled_from([None, None, "s", "t"]),
         "prompt_logprobs": st.sampled_from([None, None, None, 1]),
     }
@@ -62,67 +69,46 @@ class SchedulerMachine(RuleBasedStateMachine):
     """
 
     @initialize(
-        limits=st.fixed_dictionaries(
-            {
-                "num_ranks": st.integers(1, 3),
-                "page_size": st.integers(1, 5),
-                "pages_per_rank": st.integers(4, 24),
-                "max_rows_decode": st.integers(1, 5),
-                "max_chunk": st.integers(1, 6),
-                "max_rows_prefill": st.integers(1, 3),
-                "host_pages_per_rank": st.sampled_from([0, 0, 2, 30]),
-                "disk_pages": st.sampled_from([0, 0, 3, 40]),
-            }
-        ),
-        options=st.fixed_dictionaries(
-            {"policy": st.sampled_from(["fcfs", "priority"]), "prefix_caching": st.integers(0, 7).map(bool)}
-        ),
+        limits=st.fixed_dictionaries(LIMITS),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        prefix_caching=st.integers(0, 7).map(bool),
         extra_budget=st.integers(0, 8),
         left_over=st.booleans(),
         asynchronous=st.booleans(),
         drafts=st.sampled_from([None, None, [[1, 4096, 1]], [[1, 4096, 3]], [[1, 2, 2], [3, 4096, 0]]]),
         windows=st.sampled_from([None, None, 0, 1, 3, 10, 60]),
     )
-    def make(self, limits, options, extra_budget, left_over, asynchronous, drafts, windows):
+    def make(self, limits, extra_budget, left_over, asynchronous, drafts, windows, **options):
         if windows is not None and limits["page_size"] > 1:  # so many more than one request needs
             columns = window_columns(max(limits["max_chunk"], 3 * 3 + 2), limits["page_size"])
             limits = limits | {"windows_per_rank": columns + 3 + windows, "window_columns": columns}
             limits |= {"host_windows_per_rank": (limits["host_pages_per_rank"] + 1) // 2}
         disk = pages_of(SHARED, limits["page_size"]) if limits["disk_pages"] and left_over else None
         self.executor = FakeExecutor(max_model_len=MAX_LEN, disk=disk, **limits)
-        speculation = drafts and SpeculativeConfig(
-            method="mtp", num_speculative_tokens=3, num_speculative_tokens_per_batch_size=drafts
-        )
-        budget = limits["max_rows_decode"] + extra_budget
-        self.config = SchedulerConfig.from_limits(
-            self.executor.limits, max_num_batched_tokens=budget, speculation=speculation, **options
-        )
+        drafted = {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": drafts}
+        options["speculation"] = drafts and SpeculativeConfig(method="mtp", **drafted)
+        options["max_num_batched_tokens"] = limits["max_rows_decode"] + extra_budget
+        self.config = SchedulerConfig.from_limits(self.executor.limits, **options)
         self.subscriber = Subscriber(limits["num_ranks"], limits["page_size"], self.executor.disk)
-        self.core = EngineCore(
-            self.executor,
-            self.config,
-            async_scheduling=asynchronous,
-            attachments=attachments_of(self.config, sinks=[self.subscriber]),
-        )
+        parts = attachments_of(self.config, sinks=[self.subscriber])
+        self.core = EngineCore(self.executor, self.config, async_scheduling=asynchronous, attachments=parts)
         self.scheduler = self.core.scheduler
         self.alive: dict[str, Request] = {}
         self.gone: list[Request] = []
-        self.pages: dict[
-            bytes, tuple[str | None, list[int]]
-        ] = {}  # of every hash: salt, and the tokens from the first on
+        # Of every hash: salt, and the tokens from the first on.
+        self.pages: dict[bytes, tuple[str | None, list[int]]] = {}
         self.count = 0
 
     @rule(several=st.lists(_requests, min_size=1, max_size=6))
     def add(self, several):
-        for options in several:
-            self._add(options)
+        for given in several:
+            self._add(**given)
 
-    def _add(self, options):
+    def _add(self, prompt, max_tokens, prompt_logprobs, **options):
         self.count += 1
-        prompt, max_tokens = options["prompt"], options["max_tokens"]
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, prompt_logprobs=options["prompt_logprobs"])
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
         request = Request(str(self.count), list(prompt), len(prompt), params, max_tokens, self.count)
-        request.options = RequestOptions(options["priority"], options["salt"], options["session"])
+        request.options = RequestOptions(**options)
         total = len(prompt) + max_tokens
         fits = total <= MAX_LEN and total - 1 <= (self.config.pages_per_rank - 1) * self.config.page_size
         try:
@@ -138,8 +124,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(steps):
             self._step()
 
-    @rule(data=st.data(), options=_requests)
-    def step_while_requests_come_and_go(self, data, options):
+    @rule(data=st.data(), given=_requests)
+    def step_while_requests_come_and_go(self, data, given):
         aborted = []
 
         def meanwhile():
@@ -147,7 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 aborted.append(data.draw(st.sampled_from(sorted(self.alive))))
                 self._abort(aborted[0])
             if not aborted:
-                self._add(options)
+                self._add(**given)
 
         self._step(meanwhile)
 
@@ -166,9 +152,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _checked(self, plan):
         under_way = any(request.num_rows_in_flight for request in self._all())
         arriving = any(request.is_loading for request in self.alive.values())
-        assert not plan.is_empty or under_way or arriving or not self.alive, (
-            "there is a step while there is something to do"
-        )
+        assert not plan.is_empty or under_way or arriving or not self.alive, "no step, and there is something to do"
         assert len(plan.ranks) == self.executor.limits.num_ranks
         for rank in plan.ranks:
             known = len(rank.decodes) + sum(row.length for row in rank.prefills)
@@ -228,9 +212,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for index, rank in enumerate(self.scheduler.ranks):
             pool = rank.pool
             mine = [*self._of(index), *self._leaving(index)]
-            held = Counter(
-                page for request in mine for page in request.pages + request.window_pages + request.held_pages
-            )
+            held = Counter(page for one in mine for page in one.pages + one.window_pages + one.held_pages)
             under_way = rank.loads.under_way if isinstance(rank.loads, PageLoads) else []
             held.update(page for load in under_way if load.request for page in load.pages)
             assert {page: count for page, count in enumerate(pool._holders) if count} == held
@@ -259,15 +241,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             for page in named.keys() - self.executor.pages_of(PlacePages, index):
                 assert cache[page] == self.pages[named[page]][1][-size:]
             cleared = self.executor.pages_of(Clear, index)
-            cleared |= {page for request in self._leaving(index) for page in request.pages}
-            cleared |= {page for request in self._leaving(index) for page in request.window_pages}
+            cleared |= {page for one in self._leaving(index) for page in one.pages + one.window_pages}
             left = {page for page, values in enumerate(cache) if NAN in values}
             assert left <= cleared, "no page is left with values that are not finite"
 
     @invariant()
     def subscribers_know_where_every_page_is(self):
         self.core.part(PageEventStream).planned()
-        self.subscriber.check(self.scheduler)
+        self.subscriber.check(self.scheduler, {window_name(name) for name in self.pages})
 
     @invariant()
     def slots_queues_and_counters_are_consistent(self):
@@ -280,9 +261,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert rank.load == sum(len(request.token_ids) for request in mine)
             assert rank.waiting_tokens == sum(len(request.token_ids) for request in waiting)
             assert rank.backlog == sum(request.backlog for request in mine)
-            assert rank.promised == Counter(
-                name for request in mine for name in request.page_hashes[: request.num_promised]
-            )
+            assert rank.promised == Counter(name for one in mine for name in one.page_hashes[: one.num_promised])
             for queue in (rank.running, rank.waiting):
                 assert [r.order for r in queue] == sorted(r.order for r in queue)
             for request in waiting:
@@ -310,10 +289,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "scheduler"):
             return
-        self.executor.disk_takes = 1
-        for _ in range(2000):
-            if not self.core.has_unfinished:
-                break
+        self.executor.disk_takes, steps = 1, 0
+        while self.core.has_unfinished and (steps := steps + 1) < 2000:
             self._step()
         assert not self.alive, "every admitted request ends"
         for rank in self.scheduler.ranks:

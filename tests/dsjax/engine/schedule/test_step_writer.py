@@ -1,7 +1,5 @@
-"""What a step's command says: after any history the executor's page tables are what the requests hold, told only once.
-
-These are the tests of `schedule/request.py` too.
-"""
+"""What a step's command says: after any history the executor's page tables are what the requests hold, told only once. These are the tests
+of `schedule/request.py` too."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,5 @@
-"""Pages of two kinds, without an executor: where cached tokens are used, which window pages are kept, and when they are given back."""
+"""Pages of two kinds, without an executor: which are given out first and found, where cached tokens are used, which window pages are kept,
+and when they are given back. These are the tests of `schedule/pages.py` too."""
 
 from collections.abc import Sequence
 from zlib import crc32
@@ -16,13 +17,11 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 G = 128
 
 
-def scheduler(*, slots=4, chunk=512, pages=1000, kept=20, drafts=0, **options) -> Scheduler:
+def scheduler(*, slots=4, chunk=512, kept=20, drafts=0) -> Scheduler:
     windows = held_windows(slots, 2 * chunk, G, drafts) + kept
     speculation = SpeculativeConfig(method="mtp", num_speculative_tokens=drafts) if drafts else None
-    config = SchedulerConfig(
-        slots, chunk, chunk, slots, G, pages, 1 << 20, windows_per_rank=windows, speculation=speculation, **options
-    )
-    return Scheduler(config, 1)
+    sizes = {"windows_per_rank": windows, "speculation": speculation}
+    return Scheduler(SchedulerConfig(slots, chunk, chunk, slots, G, 1000, 1 << 20, **sizes), 1)
 
 
 def request(name: str, tokens: int | Sequence[int], max_tokens: int = 1) -> Request:
@@ -69,9 +68,8 @@ def test_a_prompt_sent_again_is_cached_up_to_the_last_border_before_its_last_tok
 
 def test_a_long_request_sent_again_hits_also_after_eight_others():
     of = scheduler()
-    names = list("abcdefghi")
-    assert run(of, *(request(name, 10_000) for name in names)) == [0] * 9
-    assert run(of, *(request(name, 10_000) for name in names)) == [9984] * 9
+    for cached in (0, 9984):
+        assert run(of, *(request(name, 10_000) for name in "abcdefghi")) == [cached] * 9
 
 
 def test_a_conversation_goes_on_at_the_last_page_of_its_answer():
@@ -163,3 +161,42 @@ def test_window_pages_that_are_not_kept_go_first_and_are_found_until_then():
     pool.release(pages)
     pool.allocate(4, windows=True)
     assert evicted == [b"a", b"c"], "a page is kept as long as it has its name"
+
+
+def test_pages_without_content_are_given_out_before_cached_ones_and_those_from_the_end_of_the_oldest_chain():
+    pool = PagePool(7, 4)
+    old, new = pool.allocate(2), pool.allocate(2)
+    for page, name in zip(old + new, (b"old 0", b"old 1", b"new 0", b"new 1"), strict=True):
+        pool.seal(page, name)
+    pool.release(old)
+    pool.release(new)
+    assert (pool.num_free, pool.num_cached, pool.num_used) == (6, 4, 0)
+    pool.allocate(2)
+    assert pool.num_cached == 4
+    pool.hold(pool.find([b"old 0"]))
+    pool.release(pool.find([b"old 0"]))  # used just now
+    evicted = []
+    while pool.num_cached:
+        before = set(pool._page_of)
+        pool.allocate(1)
+        evicted += before - set(pool._page_of)
+    assert evicted == [b"old 1", b"new 1", b"new 0", b"old 0"]
+
+
+def test_of_two_pages_with_the_same_tokens_the_first_is_found():
+    pool = PagePool(4, 4)
+    first, second = pool.allocate(2)
+    pool.seal(first, b"same")
+    pool.seal(second, b"same")
+    assert pool.find([b"same"]) == [first]
+    pool.release([second])
+    assert (pool.num_cached, pool.num_free) == (0, 2)
+
+
+def test_a_page_given_back_twice_is_a_fault():
+    pool = PagePool(4, 16)
+    pages = pool.allocate(2)
+    pool.release(pages)
+    for wrong in ([pages[0]], [0]):
+        with pytest.raises(ValueError, match="given back"):
+            pool.release(wrong)

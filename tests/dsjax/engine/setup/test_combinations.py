@@ -11,7 +11,7 @@ import pytest
 
 from dsjax.engine.setup import combinations
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.combinations import EXCLUSIONS, FAMILIES, NEEDS, Choice, check_combinations, check_family
+from dsjax.engine.setup.combinations import EXCLUSIONS, FAMILIES, NEEDS, Choice, check_against, check_combinations
 from dsjax.errors import UserError
 from sharding.dispatch import Method
 
@@ -24,52 +24,35 @@ MADE = {
     "--no-enable-prefix-caching": {"enable_prefix_caching": False},
     "--expert-mesh without --afd-role attention": APART,
     "--enable-eplb with stages (--mesh pp=…)": {"enable_eplb": True, "mesh": "pp=2,dp=2"},
-    "--disaggregation-mode": {"disaggregation_mode": "decode"},
     "--disaggregation-mode prefill": {"disaggregation_mode": "prefill"},
-    "--afd-role": {"afd_role": "attention"},
     "--afd-role expert": {"afd_role": "expert"},
     "--prefill-mesh": {"prefill_mesh": "dp=2", "decode_mesh": "dp=2"},
     "--expert-mesh": APART,
-    "--mesh": {"mesh": "dp=3"},
     "--disk-cache": DISK,
     "--kv-events-config": {"kv_events_config": {"enable_kv_cache_events": True, "endpoint": "ipc:///tmp/events"}},
-    "--ep-dispatch-algorithm": {"ep_dispatch_algorithm": "static"},
-    "--dispatch": {"dispatch": "padded"},
     "a class given as dispatch or MLA form": {"dispatch": Method},
     "router": {"router": Method},
-    "--enable-shared-experts-fusion": {"enable_shared_experts_fusion": True},
-    "--mla-prefill": {"mla_prefill": "A_CC"},
-    "--mla-decode": {"mla_decode": "A_CC"},
-    "--index-scores": {"index_scores": "fp8"},
     "--kv-cache-dtype fp8": {"kv_cache_dtype": "fp8"},
-    "--batch-invariant": {"batch_invariant": True},
-    "--compile-ahead": {"compile_ahead": 2},
     "--tokenizer-mode with an encoder": {"tokenizer_mode": "deepseek_v4"},
 }
-"""Options that make a choice, where it is no text or number of its own."""
-ALONE = {
-    "--attention-mesh": {"attention_mesh": "dp=8"},
-    "--expert-mesh": {"expert_mesh": "ep=8"},
-    "--prefill-mesh": {"prefill_mesh": "dp=2"},
-    "--decode-mesh": {"decode_mesh": "dp=2"},
-    "--afd-address": {"afd_address": "127.0.0.1:7000"},
-    "--afd-server-rank": {"afd_server_rank": 0},
-    "--num-afd-stages": {"num_afd_stages": 3},
-    "--prefill-config": {"prefill_config": {"max_num_seqs": 2}},
-    "--disaggregation-transfer-backend": {"disaggregation_transfer_backend": "nixl"},
-    "--disk-cache": {"disk_cache": "pages"},
-    "--disk-cache-bytes": {"disk_cache_bytes": 1 << 30},
-    "--eplb-config": {"eplb_config": {"window_size": 10}},
-}
-"""Options that make a choice, without what it needs."""
+"""Options that make a choice, where that is not one option with one of these values."""
+VALUES = {
+    "attention_mesh": "dp=8", "expert_mesh": "ep=8", "prefill_mesh": "dp=2", "decode_mesh": "dp=2", "mesh": "dp=3",
+    "afd_address": "127.0.0.1:7000", "afd_server_rank": 0, "afd_role": "attention", "num_afd_stages": 3,
+    "disaggregation_mode": "decode", "disaggregation_transfer_backend": "nixl", "prefill_config": {"max_num_seqs": 2},
+    "disk_cache": "pages", "disk_cache_bytes": 1 << 30, "eplb_config": {"window_size": 10}, "batch_invariant": True,
+    "ep_dispatch_algorithm": "static", "dispatch": "padded", "enable_shared_experts_fusion": True, "mla_prefill": "A_CC",
+    "mla_decode": "A_CC", "index_scores": "fp8", "compile_ahead": 2,
+}  # fmt: skip
 
 
-def making(choice: Choice) -> dict:
+def making(choice: Choice, made=MADE) -> dict:
+    """The options that make a choice. made: those of choices that take more than themselves."""
+    if choice.text in made:
+        return made[choice.text]
     name = choice.text.removeprefix("--").replace("-", "_")
-    if choice.text in MADE:
-        return MADE[choice.text]
     number = isinstance(getattr(EngineArgs, name), int) or name in ("moe_chunk_tokens", "devices_per_host")
-    return {name: 2 if number else "some"}
+    return {name: VALUES.get(name, 2 if number else "some")}
 
 
 @pytest.mark.parametrize("pair", EXCLUSIONS, ids=lambda pair: f"{pair.one} and {pair.other}")
@@ -80,16 +63,17 @@ def test_choices_that_exclude_each_other_are_refused_with_the_reason(pair, monke
     if pair.one is combinations.LOCAL_EXPERTS:
         options |= {"afd_role": "both"}
     with pytest.raises(UserError) as refused:
-        check_family(EngineArgs(**options), family)
+        check_against(EngineArgs(**options), FAMILIES.get(family))
     assert str(refused.value).startswith(f"{pair.one} does not go with {pair.other}: {pair.reason}; ")
 
 
 @pytest.mark.parametrize("need", NEEDS, ids=lambda need: f"{need.one} and {need.other}")
 def test_choices_without_what_they_need_are_refused(need, monkeypatch):
     monkeypatch.setattr(combinations, "NEEDS", (need,))
-    options = ALONE.get(need.one.text) or making(need.one)
+    # Without what it needs: with its own option alone.
+    alone = {text: options for text, options in MADE.items() if text.removeprefix("--").replace("-", "_") not in VALUES}
     with pytest.raises(UserError, match=rf"^{need.one} is given without ") as refused:
-        EngineArgs(**options)
+        EngineArgs(**making(need.one, alone))
     assert f"without {need.other}; " in str(refused.value)
 
 
@@ -104,24 +88,17 @@ def test_what_neither_table_names_goes_together():
     assert EngineArgs(**stages.executor_options | {"num_processes": 2}) == stages
 
 
-def conflicts() -> list[dict[str, str]]:
+def conflicts() -> list[list[str]]:
     """The rows of docs/option-conflicts.csv: options, how they relate to another one, why, and what to do instead."""
-    rows = [
-        {"option": str(one), "rule": "excludes", "other": str(other), "why": why, "instead": instead}
-        for one, other, why, instead in EXCLUSIONS
-    ]
-    return rows + [
-        {"option": str(need.one), "rule": "needs", "other": str(need.other), "why": "", "instead": ""} for need in NEEDS
-    ]
+    rows = [["option", "rule", "other", "why", "instead"]]
+    rows += [[str(one), "excludes", str(other), why, instead] for one, other, why, instead in EXCLUSIONS]
+    return rows + [[str(need.one), "needs", str(need.other), "", ""] for need in NEEDS]
 
 
 def test_the_table_in_the_docs_has_every_row():
     with (Path(__file__).parents[4] / "docs" / "option-conflicts.csv").open(encoding="utf-8", newline="") as file:
-        assert list(csv.DictReader(file)) == conflicts(), __doc__
+        assert list(csv.reader(file)) == conflicts(), __doc__
 
 
 if __name__ == "__main__":
-    every = conflicts()
-    writer = csv.DictWriter(sys.stdout, list(every[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(every)
+    csv.writer(sys.stdout, lineterminator="\n").writerows(conflicts())

@@ -1,16 +1,14 @@
-"""What loading reads of a model's directory, and what it says of the engine that it made.
+"""What loading reads of a model's directory, and what it says of the engine that it made. These are the tests of `setup/facts.py` and
+`setup/fitting.py` too."""
 
-These are the tests of `setup/facts.py` and `setup/fitting.py` too.
-"""
-
-import json
 import threading
-import time
+from unittest.mock import Mock
 
 import jax
 import pytest
 from layouts import TINY, write_checkpoint
 from tiny_tokenizer import CONFIG, tiny_tokenizer, write_tokenizer
+from waits import until
 
 from dsjax import LLM
 from dsjax.config import ModelConfig
@@ -25,12 +23,12 @@ from sharding import MeshError, MeshSpec
 
 
 def test_generation_config_adds_to_the_tokenizer_and_comes_before_config(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 9}))
+    (tmp_path / "config.json").write_text('{"eos_token_id": 9}')
     assert read_eos_token_ids(tmp_path, tiny_tokenizer()) == (1, 9)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     assert read_eos_token_ids(tmp_path, tiny_tokenizer()) == (1, 7, 8)
     assert read_eos_token_ids(tmp_path, None) == (7, 8)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
     with pytest.raises(TokenizerError, match="eos_token_id '</s>'"):
         read_eos_token_ids(tmp_path, None)
 
@@ -71,40 +69,42 @@ def test_dispatch_is_told_as_what_launches_do(tmp_path, kernels, mesh, options, 
     assert facts.dispatch == {"prefill": prefill, "decode": decode}
 
 
+def test_stages_count_the_bytes_that_they_read_as_one_mesh_does(tmp_path):
+    path = str(write_checkpoint(tmp_path))
+    whole, stages = (
+        load_model(EngineArgs(model=path, mesh=mesh, max_model_len=32, max_num_seqs=2, prefill_chunk=8)).sources
+        for mesh in ("dp=1", "pp=2")
+    )
+    assert (stages.kept, stages.moved) == (0, 0)
+    assert stages.read == whole.read > 0
+    assert stages.file > 0
+
+
 SEPARATED = {"prefill_mesh": "dp=1", "decode_mesh": "dp=1"}
+PLACES = {
+    "tokens": ({}, "dsjax.engine.setup.loading.read_eos_token_ids"),
+    "core": ({}, "dsjax.engine.engine.EngineCore"),
+    "generations": ({}, "dsjax.engine.elastic.generations.Generations"),
+    "tokens of stages": ({"mesh": "pp=2"}, "dsjax.engine.setup.loading.read_eos_token_ids"),
+    "prefill": (SEPARATED, "dsjax.engine.disaggregated.PrefillEngine"),
+    "core of two": (SEPARATED, "dsjax.engine.engine.EngineCore"),
+}
 
 
-@pytest.mark.parametrize(
-    ("options", "place"),
-    [
-        ({}, "dsjax.engine.setup.loading.read_eos_token_ids"),
-        ({}, "dsjax.engine.engine.EngineCore"),
-        ({}, "dsjax.engine.elastic.generations.Generations"),
-        ({"mesh": "pp=2"}, "dsjax.engine.setup.loading.read_eos_token_ids"),
-        (SEPARATED, "dsjax.engine.disaggregated.PrefillEngine"),
-        (SEPARATED, "dsjax.engine.engine.EngineCore"),
-    ],
-    ids=["tokens", "core", "generations", "tokens of stages", "prefill", "core of two"],
-)
+@pytest.mark.parametrize(("options", "place"), PLACES.values(), ids=PLACES)
 def test_whoever_keeps_an_error_of_the_start_keeps_no_cache_and_no_thread(tmp_path, monkeypatch, options, place):
-    def fail(*arguments, **options):
-        raise RuntimeError("not now")
-
     made, make, before = [], MeshExecutor.__init__, set(threading.enumerate())
     monkeypatch.setattr(MeshExecutor, "__init__", lambda self, *a, **k: made.append(self) or make(self, *a, **k))
-    monkeypatch.setattr(place, fail)
+    monkeypatch.setattr(place, Mock(side_effect=RuntimeError("not now")))
     sizes = {"page_size": 4, "max_model_len": 32, "max_num_seqs": 2, "prefill_chunk": 8, "max_num_batched_tokens": 8}
     events = {"kv_events_config": {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events"}}
     disk = {"disk_cache": str(tmp_path / "pages"), "disk_cache_bytes": 1 << 20} if "mesh" in options else {}
     with pytest.raises(RuntimeError, match="not now") as kept:
         LLM(str(write_checkpoint(tmp_path, mtp=bool(options))), **sizes, **events, **disk, **options)
-    assert kept.value is not None
+    assert kept.value
     assert len(made) == (2 if options else 1)
     assert all(array.is_deleted() for executor in made for array in jax.tree.leaves(executor.state))
-    deadline = time.monotonic() + 20
-    while left := [thread for thread in threading.enumerate() if thread not in before and "dsjax" in thread.name]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    until(lambda: not any("dsjax" in thread.name for thread in {*threading.enumerate()} - before))
 
 
 def test_an_address_that_the_other_side_cannot_reach_is_refused_before_weights_are_read():

@@ -1,12 +1,13 @@
 """Sizes of an engine before there is a weight: what its devices must hold, how many requests, which lengths, and how many pages."""
 
-import dataclasses
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from layouts import TINY
 from sliding_attention import slides
 from tiny_steps import limits_of, step_of, tiny
+from v4_models import v4_config
 
 from dsjax.checkpoint.hub import resolve_config
 from dsjax.config import ModelConfig, load_config
@@ -15,13 +16,7 @@ from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.device.cache import Pool
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.sizes import (
-    EngineLayout,
-    beside_the_cache,
-    check_device_memory,
-    page_bytes,
-    weight_bytes,
-)
+from dsjax.engine.setup.sizes import EngineLayout, beside_the_cache, check_device_memory, weight_bytes
 from dsjax.engine.tiers.page_folder import bytes_on_disk
 from dsjax.errors import UserError
 from dsjax.model.stage import stages_of
@@ -29,48 +24,44 @@ from sharding import MeshSpec
 
 
 def test_weights_that_a_pool_cannot_hold_are_refused_with_what_would_fit():
-    args = EngineArgs(model="deepseek-v3", mesh="dp=2", dtype="bfloat16")
-    step = step_of("dp=2")
-    h20 = Pool(size=int(0.9 * 1.5e12), used=0, temporaries=0)
-    check_device_memory(args, step, h20)
+    args, step = EngineArgs(model="deepseek-v3", mesh="dp=2", dtype="bfloat16"), step_of("dp=2")
+    check = lambda size: check_device_memory(args, step, Pool(size=int(0.9 * size), used=0, temporaries=0))  # noqa: E731
+    check(1.5e12)
     with pytest.raises(UserError, match=r"GB on each device of dp=2, .* 540.0 GB free; .* --weights fp8"):
-        check_device_memory(args, step, Pool(size=int(0.9 * 6e11), used=0, temporaries=0))
+        check(6e11)
     with pytest.raises(UserError, match=r"a --gpu-memory-utilization above 0.92 \(it is 0.9\)"):
-        check_device_memory(args, step, Pool(size=int(0.9 * 7.44e11), used=0, temporaries=0))
+        check(7.44e11)
+
+
+def checkpoint(**changed):
+    return SimpleNamespace(config=ModelConfig.from_dict(TINY | changed), bf16_experts=False)
+
+
+def laid_out(mesh="dp=2", model=None, **options) -> tuple[EngineArgs, EngineLayout]:
+    args = EngineArgs(mesh=mesh, dtype="float32", page_size=4, **options)
+    return args, EngineLayout.of(args, checkpoint(**model or {}), MeshSpec.parse(mesh).build())
 
 
 def test_an_embedding_in_host_memory_takes_no_room_on_a_device():
-    sizes = []
-    for location in ("device", "host"):
-        args = EngineArgs(mesh="dp=2", dtype="float32", page_size=4, embedding_location=location)
-        sizes.append(weight_bytes(EngineLayout.of(args, CHECKPOINT, MeshSpec.parse("dp=2").build()).step))
-    assert sizes[0] - sizes[1] == TINY["vocab_size"] * TINY["hidden_size"] * 4
+    device, host = (weight_bytes(laid_out(embedding_location=where)[1].step) for where in ("device", "host"))
+    assert device - host == TINY["vocab_size"] * TINY["hidden_size"] * 4
 
 
 def test_a_model_whose_head_is_its_embedding_keeps_it_on_the_devices():
-    tied = SimpleNamespace(config=ModelConfig.from_dict(TINY | {"tie_word_embeddings": True}), bf16_experts=False)
-    args = EngineArgs(mesh="dp=2", dtype="float32", embedding_location="host")
     with pytest.raises(UserError, match=r"--embedding-location host .* head, .* is its embedding"):
-        EngineLayout.of(args, tied, MeshSpec.parse("dp=2").build())
+        laid_out(model={"tie_word_embeddings": True}, embedding_location="host")
 
 
 def test_a_step_needs_beside_the_cache_what_its_largest_program_does_whatever_the_cache_holds():
-    step = tiny("dp=1")
-    params = step.abstract_parameters()
-    buckets = Buckets.covering(4, 8, mixed=True)
-    few, many = (
-        beside_the_cache(step, params, dataclasses.replace(limits_of(1), pages_per_rank=pages), buckets, 0)
-        for pages in (2, 9)
-    )
+    step, buckets = tiny("dp=1"), Buckets.covering(4, 8, mixed=True)
+    params, limits = step.abstract_parameters(), [replace(limits_of(1), pages_per_rank=pages) for pages in (2, 9)]
+    few, many = (beside_the_cache(step, params, own, buckets, 0) for own in limits)
     assert few == many > TINY["vocab_size"] * 4 * 2  # the counts of four slots are among it
 
 
-CHECKPOINT = SimpleNamespace(config=ModelConfig.from_dict(TINY), bf16_experts=False)
-
-
-def laid_out(mesh="dp=2", **options) -> tuple[EngineArgs, EngineLayout]:
-    args = EngineArgs(mesh=mesh, dtype="float32", page_size=4, **options)
-    return args, EngineLayout.of(args, CHECKPOINT, MeshSpec.parse(mesh).build())
+def limits(**options):
+    args, layout = laid_out(**options)
+    return layout.limits(args, ProgramLibrary(), {}, None)
 
 
 @pytest.mark.parametrize(
@@ -89,12 +80,10 @@ def test_a_chunk_is_no_longer_than_a_step_or_a_request():
 
 
 def test_the_cache_has_the_pages_that_were_asked_for_and_one_that_is_never_used():
-    args, layout = laid_out(cache_tokens=44)
-    limits = layout.limits(args, ProgramLibrary(), {}, None)
-    assert limits.pages_per_rank == 1 + 11
-    assert not limits.moves_pages
-    args, layout = laid_out(max_num_seqs=3, max_model_len=40)
-    assert layout.limits(args, ProgramLibrary(), {}, None).pages_per_rank == 1 + 3 * 10
+    asked = limits(cache_tokens=44)
+    assert asked.pages_per_rank == 1 + 11
+    assert not asked.moves_pages
+    assert limits(max_num_seqs=3, max_model_len=40).pages_per_rank == 1 + 3 * 10
 
 
 def test_tokens_of_the_cache_are_whole_pages_of_the_model():
@@ -107,45 +96,41 @@ def test_tokens_of_the_cache_are_whole_pages_of_the_model():
 def test_window_pages_are_what_requests_may_hold_and_a_fifth_of_the_bytes(tmp_path):
     with slides():
         args, layout = laid_out(max_num_seqs=3, max_num_batched_tokens=32, prefill_chunk=16, host_cache_bytes=1 << 16)
-        limits, step = layout.limits(args, ProgramLibrary(), {}, None), layout.step
+        own, step = layout.limits(args, ProgramLibrary(), {}, None), layout.step
         held = 1 + 3 * 3 + 2 * 32 // args.page_size  # a row's pages, prompts of two steps, and one that nobody gets
         assert layout.sizes.windows_per_rank == held
-        kept = limits.windows_per_rank - held
+        kept = own.windows_per_rank - held
         page, window = device_cache.bytes_per_page(step), device_cache.bytes_per_page(step, "window")
-        assert 0 <= limits.pages_per_rank * page / 5 - kept * window * 4 / 5 < window
-        assert limits.window_columns == (16 + 2 * args.page_size - 3) // args.page_size + 1
-        used = limits.host_pages_per_rank * page + limits.host_windows_per_rank * window
+        assert 0 <= own.pages_per_rank * page / 5 - kept * window * 4 / 5 < window
+        assert own.window_columns == (16 + 2 * args.page_size - 3) // args.page_size + 1
+        used = own.host_pages_per_rank * page + own.host_windows_per_rank * window
         assert (1 << 15) - page - window < used <= 1 << 15
-        args, layout = laid_out(disk_cache=str(tmp_path), disk_cache_bytes=1 << 20)
-        limits = layout.limits(args, ProgramLibrary(), {}, None)
-        assert limits.disk_pages == (1 << 20) // limits.disk_page_bytes
-        room = limits.disk_pages_per_window * limits.disk_page_bytes
-        assert room - limits.disk_page_bytes < bytes_on_disk(window) <= room
+        own = limits(disk_cache=str(tmp_path), disk_cache_bytes=1 << 20)
+        assert own.disk_pages == (1 << 20) // own.disk_page_bytes
+        room = own.disk_pages_per_window * own.disk_page_bytes
+        assert room - own.disk_page_bytes < bytes_on_disk(window) <= room
 
 
 def test_what_the_model_or_the_cache_cannot_hold_is_refused_with_what_would_fit(monkeypatch):
     with pytest.raises(UserError, match="--max-model-len is 129, but the model has 128 positions"):
         laid_out(max_model_len=129)
-    args, layout = laid_out(cache_tokens=20, max_model_len=40)
     with pytest.raises(UserError, match=r"the cache of a DP rank holds 20 tokens.*raise --cache-tokens from 20"):
-        layout.limits(args, ProgramLibrary(), {}, None)
-    monkeypatch.setattr(device_cache, "HOST_CACHE_BYTES", 8 * device_cache.bytes_per_page(layout.step))
-    args, layout = laid_out(cache_tokens=4000)
+        limits(cache_tokens=20, max_model_len=40)
+    monkeypatch.setattr(device_cache, "HOST_CACHE_BYTES", 8 * device_cache.bytes_per_page(laid_out()[1].step))
     with pytest.raises(UserError, match=r"--cache-tokens is 4,000, but .* room for (\d+) tokens; lower it to \1,"):
-        layout.limits(args, ProgramLibrary(), {}, None)
+        limits(cache_tokens=4000)
 
 
-def test_a_page_beside_the_devices_has_all_layers_whichever_stage_it_is_asked_of():
-    drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
-    checkpoint = SimpleNamespace(
-        config=ModelConfig.from_dict(TINY | {"num_nextn_predict_layers": 1}), bf16_experts=False
-    )
-    for options in ({}, drafts):
-        sizes = {}
+@pytest.mark.parametrize("kinds", [{}, v4_config("whcc")], ids=["alike", "of three kinds"])
+def test_a_page_beside_the_devices_has_all_layers_whichever_stage_it_is_asked_of(kinds):
+    drafts = {"method": "mtp", "num_speculative_tokens": 1}
+    model = checkpoint(**kinds | {"num_nextn_predict_layers": 1})
+    for speculation in (None, drafts):
+        sizes = []
         for mesh in ("dp=2", "pp=2,dp=2"):
-            spec, args = MeshSpec.parse(mesh), EngineArgs(mesh=mesh, dtype="float32", page_size=4, **options)
-            stages = stages_of(checkpoint.config, 2, mtp=bool(options)) if spec.pp_size > 1 else [None]
-            for stage, own in zip(stages, spec.build_stages(), strict=True):
-                sizes[mesh, stage] = page_bytes(args, EngineLayout.of(args, checkpoint, own, stage=stage).step)
-        assert len(set(sizes.values())) == 1
-        assert len(sizes) == 3
+            args = EngineArgs(mesh=mesh, dtype="float32", page_size=8, speculative_config=speculation)
+            stages = stages_of(model.config, 2, mtp=speculation is not None) if "pp" in mesh else [None]
+            for stage, own in zip(stages, MeshSpec.parse(mesh).build_stages(), strict=True):
+                layout = EngineLayout.of(args, model, own, stage=stage)
+                sizes.append((layout.page_bytes(), layout.page_bytes("window")))
+        assert sizes == sizes[:1] * 3

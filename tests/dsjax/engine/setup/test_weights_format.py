@@ -1,13 +1,12 @@
-"""Experts that come in bf16 stay so for float32 computation, and nothing is lost by it.
-
-These are the tests of `setup/loading.py` and `setup/assembly.py` too.
-"""
+"""Experts that come in bf16 stay so for float32 computation, and nothing is lost by it. These are the tests of `setup/loading.py` and
+`setup/assembly.py` too."""
 
 import numpy as np
 import pytest
 from layouts import write_checkpoint
 
 from dsjax import LLM
+from dsjax.checkpoint.convert import convert_checkpoint
 from dsjax.engine.setup import assembly, loading
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "prefill_chunk": 16, "dtype": "float32"}
@@ -22,8 +21,6 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def rounded(checkpoint, tmp_path_factory):
     """The same checkpoint with every matrix in bf16."""
-    from dsjax.checkpoint.convert import convert_checkpoint
-
     directory = tmp_path_factory.mktemp("bf16") / "checkpoint"
     convert_checkpoint(checkpoint, directory, to="hf", weights="bf16")
     return directory
@@ -35,32 +32,28 @@ def expert_storage(llm: LLM) -> set[str]:
 
 @pytest.mark.slow
 def test_experts_stay_in_bf16_and_give_the_very_same_logits(rounded, monkeypatch):
-    mixed = LLM(str(rounded), **SIZES)
-    assert mixed.facts.weights == "mixed"
-    assert expert_storage(mixed) == {"uint16"}, "bits of bf16 on the CPU platform"
-    logits = mixed.logits([TOKENS])[0]
-    mixed.shutdown()
+    with LLM(str(rounded), **SIZES) as mixed:
+        assert mixed.facts.weights == "mixed"
+        assert expert_storage(mixed) == {"uint16"}, "bits of bf16 on the CPU platform"
+        logits = mixed.logits([TOKENS])[0]
     for module in (assembly, loading):
         monkeypatch.setattr(module, "weights_format", lambda *args: "f32")
-    wide = LLM(str(rounded), **SIZES)
-    assert expert_storage(wide) == {"float32"}
-    np.testing.assert_array_equal(logits, wide.logits([TOKENS])[0])
-    wide.shutdown()
+    with LLM(str(rounded), **SIZES) as wide:
+        assert expert_storage(wide) == {"float32"}
+        np.testing.assert_array_equal(logits, wide.logits([TOKENS])[0])
 
 
 def test_experts_in_float32_stay_so_whatever_the_configuration_says(tmp_path):
-    llm = LLM(str(write_checkpoint(tmp_path, torch_dtype="bfloat16")), **SIZES)
-    assert llm.facts.weights == "f32"
-    assert expert_storage(llm) == {"float32"}
-    llm.shutdown()
+    with LLM(str(write_checkpoint(tmp_path, torch_dtype="bfloat16")), **SIZES) as llm:
+        assert llm.facts.weights == "f32"
+        assert expert_storage(llm) == {"float32"}
 
 
 @pytest.mark.slow
 def test_products_made_ahead_from_fp8_weights_give_the_logits_of_the_weights_themselves(checkpoint):
     logits = {}
     for form in ("A_CC_ME", "AM_CC_ME"):
-        llm = LLM(str(checkpoint), weights="fp8", mla_prefill=form, mla_decode=form, **SIZES)
-        logits[form] = llm.logits([TOKENS])[0]
-        llm.shutdown()
+        with LLM(str(checkpoint), weights="fp8", mla_prefill=form, mla_decode=form, **SIZES) as llm:
+            logits[form] = llm.logits([TOKENS])[0]
     difference = np.abs(logits["AM_CC_ME"] - logits["A_CC_ME"]).max()
     assert difference <= 1e-4 * np.abs(logits["A_CC_ME"]).max(), "the products are kept in float32, not in bf16"

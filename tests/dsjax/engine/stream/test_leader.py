@@ -1,5 +1,7 @@
 """A leader and a follower over real connections: the same commands, the same results collected before each, and one end for both."""
 
+from unittest.mock import Mock
+
 import pytest
 from group_in_threads import Pair, step
 from waits import until
@@ -21,6 +23,7 @@ def test_a_follower_launches_and_collects_in_the_leaders_order(max_in_flight):
     pair = Pair(max_in_flight=max_in_flight)
     leader = pair.leader
     leader.warm_up()
+    assert pair.follower.phase == "ready", "process 0 is not ready before its followers are"
     first = leader.launch(step(1))
     second = leader.launch(step(2))  # laid out before the first one's results are known
     leader.launch(Copy([b""]))
@@ -34,10 +37,8 @@ def test_a_follower_launches_and_collects_in_the_leaders_order(max_in_flight):
     flushed = leader.launch(Flush())
     leader.collect(flushed)
     end(pair)
-    inner_events, followed = pair.inner.in_order(), pair.told.in_order()
-    assert [event for event in followed if event[0] != "collect"] == [
-        event for event in inner_events if event[0] != "collect"
-    ]
+    led, followed = pair.inner.in_order(), pair.told.in_order()
+    assert [event for event in followed if event[0] != "collect"] == [event for event in led if event[0] != "collect"]
     # What had been collected when a command was laid out is the same; what nothing came after is not collected at all.
     assert followed.index(("collect", 1)) < followed.index(("launch", step(3)))
     assert followed.index(("collect", 1)) > followed.index(("launch", step(2)))
@@ -70,7 +71,7 @@ def test_emulated_devices_are_waited_for_until_nothing_more_is_under_way():
 
 def test_a_warm_up_that_fails_elsewhere_is_raised_by_the_leader():
     pair = Pair()
-    pair.told.warm_up = lambda *_: (_ for _ in ()).throw(RuntimeError("no compiler"))
+    pair.told.warm_up = Mock(side_effect=RuntimeError("no compiler"))
     with pytest.raises(GroupError, match=r"process 1 \(.*\): RuntimeError: no compiler"):
         pair.leader.warm_up()
     pair.join()

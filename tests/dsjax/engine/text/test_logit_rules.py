@@ -23,31 +23,33 @@ def test_masks_ban_what_the_output_and_each_draft_before_would_complete():
     assert rules.follow([4, 4]) == (2, None)
 
 
+TOKENIZER = tiny_tokenizer()
+(A,), (B,) = (TOKENIZER.encode(letter, add_special_tokens=False) for letter in "ab")
+
+
+def following(regex: str, **params) -> LogitRules:
+    """The rules of a request whose text has this form."""
+    eos, size = TOKENIZER.eos_id, TOKENIZER.vocab_size
+    constraint = GrammarCompiler(TOKENIZER, size, [eos]).compile(StructuredOutputs(regex=regex))
+    return LogitRules(SamplingParams(**params), size, frozenset({eos}), constraint=constraint)
+
+
 def test_masks_of_a_grammar_hold_the_end_back_unless_the_form_is_complete():
-    tokenizer = tiny_tokenizer()
-    eos, size = tokenizer.eos_id, tokenizer.vocab_size
-    constraint = GrammarCompiler(tokenizer, size, [eos]).compile(StructuredOutputs(regex="a{1,2}"))
-    rules = LogitRules(SamplingParams(min_tokens=9, max_tokens=20), size, frozenset({eos}), constraint=constraint)
-    (a,) = tokenizer.encode("a", add_special_tokens=False)
-    may_end = lambda made: [bool(allowed(mask, size)[eos]) for mask in rules.masks(made, [])]  # noqa: E731
+    rules, eos = following("a{1,2}", min_tokens=9, max_tokens=20), TOKENIZER.eos_id
+    may_end = lambda made: [bool(allowed(mask, TOKENIZER.vocab_size)[eos]) for mask in rules.masks(made, [])]  # noqa: E731
     assert len(rules.biases()) == 0
-    assert rules.follow([a]) == (1, None)
-    assert may_end([a]) == [False]  # the form allows an end, the least number of tokens does not
-    assert rules.follow([a]) == (1, None)
-    assert may_end([a, a]) == [True]  # nothing but the end can follow
+    assert rules.follow([A]) == (1, None)
+    assert may_end([A]) == [False]  # the form allows an end, the least number of tokens does not
+    assert rules.follow([A]) == (1, None)
+    assert may_end([A, A]) == [True]  # nothing but the end can follow
 
 
 def test_rules_follow_tokens_until_the_grammar_cannot_go_on():
-    tokenizer = tiny_tokenizer()
-    constraint = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.eos_id]).compile(
-        StructuredOutputs(regex="aaa")
-    )
-    rules = LogitRules(SamplingParams(), tokenizer.vocab_size, constraint=constraint)
-    a, b = (tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "ab")
-    count, error = rules.follow([a, b, a])
+    rules = following("aaa")
+    count, error = rules.follow([A, B, A])
     assert count == 1
     assert "cannot go on" in error
-    assert not rules.masks([a], []).any()
+    assert not rules.masks([A], []).any()
 
 
 def test_reasoning_ends_when_its_budget_is_used_also_behind_drafts():

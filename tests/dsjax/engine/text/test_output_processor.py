@@ -1,6 +1,6 @@
 """A caller sees the same completion, whether it is told what is new or all so far."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny_tokenizer import tiny_tokenizer
 
@@ -34,6 +34,7 @@ def completed(tokenizer, tokens, min_tokens, stop):
     stop=st.sampled_from([(), ("zz",)]),
     logprobs=st.sampled_from([None, 0]),
 )
+@example(runs=[[Z], [Z], [5]], min_tokens=1, stop=("zz",), logprobs=None)  # its first z does not count
 def test_deltas_put_together_are_what_a_caller_of_all_so_far_sees(runs, min_tokens, stop, logprobs):
     """runs: what each step makes, which is several tokens where drafts are accepted."""
     tokenizer = tiny_tokenizer()
@@ -43,12 +44,12 @@ def test_deltas_put_together_are_what_a_caller_of_all_so_far_sees(runs, min_toke
         request = Request("r", [1], 1, params, 40, 0)
         processor = OutputProcessor(tokenizer)
         processor.add(PreparedRequest("r", None, [1], params, [request]))
-        outputs = []
+        seen[kind] = []
         for place, run in enumerate(runs, start=1):
             reason = FinishReason.LENGTH if place == len(runs) else None
             scores = [(token, -0.5, 1, ()) for token in run] if logprobs is not None else None
-            outputs += processor.process([Update(request, RowResult(run, scores=scores), reason)])[0]
-        seen[kind] = [output.outputs[0] for output in outputs]
+            outputs, _ = processor.process([Update(request, RowResult(run, scores=scores), reason)])
+            seen[kind] += [output.outputs[0] for output in outputs]
     deltas, all_so_far = seen.values()
     taken, text = completed(tokenizer, tokens, min_tokens, stop)
     assert len(deltas) == len(all_so_far)

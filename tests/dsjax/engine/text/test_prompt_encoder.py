@@ -9,19 +9,12 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_tokenizer import CONFIG, tiny_backend, write_tokenizer
+from tiny_tokenizer import CONFIG, write_tokenizer
 
-from dsjax.engine.text.prompt_encoder import (
-    ABSOLUTE_EFFORT,
-    BEYOND_EFFORT,
-    BOS,
-    ENCODERS,
-    FIRST_EFFORTS,
-    ChatTemplateError,
-    V4Encoder,
-    V32Encoder,
-)
-from dsjax.engine.text.tokenizer import Tokenizer
+from dsjax.engine.text.prompt_encoder import ABSOLUTE_EFFORT as ABSOLUTE
+from dsjax.engine.text.prompt_encoder import BEYOND_EFFORT as BEYOND
+from dsjax.engine.text.prompt_encoder import BOS, ENCODERS, FIRST_EFFORTS, V4Encoder, V32Encoder
+from dsjax.engine.text.tokenizer import ChatTemplateError, Tokenizer
 
 GOLDENS = json.loads((Path(__file__).parent / "prompt_goldens.json").read_text(encoding="utf-8"))
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -44,7 +37,7 @@ def test_thinking_is_off_unless_it_is_asked_for(name):
 
 @pytest.mark.parametrize(
     ("effort", "begins_with"),
-    [("low", ""), ("medium", ""), ("high", ABSOLUTE_EFFORT), ("xhigh", ABSOLUTE_EFFORT), ("max", BEYOND_EFFORT)],
+    [("low", ""), ("medium", ""), ("high", ABSOLUTE), ("xhigh", ABSOLUTE), ("max", BEYOND)],
 )
 def test_v4_has_three_efforts_and_takes_openai_s_others_for_the_next_lower_one(effort, begins_with):
     assert V4Encoder().render(HELLO, thinking=True, reasoning_effort=effort).startswith(f"{BOS}{begins_with}<｜User｜>")
@@ -92,14 +85,8 @@ def test_the_model_s_type_chooses_the_encoder_where_there_is_no_template(without
 def test_another_process_has_the_same_encoder(without_template):
     encoding = without_template / "encoding"
     encoding.mkdir()
-    for code, begins_with in (("'Absolute maximum'", ABSOLUTE_EFFORT), (repr(BEYOND_EFFORT), BEYOND_EFFORT)):
+    for code, begins_with in (("'Absolute maximum'", ABSOLUTE), (repr(BEYOND), BEYOND)):
         (encoding / "encoding_dsv4.py").write_text(code, encoding="utf-8")
         there = Tokenizer.from_texts(*Tokenizer.from_directory(without_template).to_texts())
         prompt = there.chat_template.render(HELLO, thinking=True, reasoning_effort="max")
         assert prompt.startswith(BOS + begins_with)
-
-
-def test_a_tokenizer_of_another_directory_keeps_the_model_s_encoder(without_template, tmp_path_factory):
-    other = tmp_path_factory.mktemp("tokenizer")
-    tiny_backend().save(str(other / "tokenizer.json"))
-    assert isinstance(Tokenizer.from_directory(other, model_directory=without_template).chat_template, V4Encoder)

@@ -34,9 +34,8 @@ def test_kept_special_tokens_stay_where_others_are_skipped():
 
 @given(text=st.text(max_size=30))
 def test_no_piece_ever_shows_half_a_character(text):
-    tokenizer = tiny_tokenizer()
+    tokenizer, seen = tiny_tokenizer(), ""
     detokenizer = IncrementalDetokenizer(tokenizer)
-    seen = ""
     for token in tokenizer.encode(text, add_special_tokens=False):
         seen += detokenizer.push(token)
         assert text.startswith(seen)
@@ -46,8 +45,7 @@ def test_no_piece_ever_shows_half_a_character(text):
 def naive_stop(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
     """Character by character: the meaning that pieces must not change."""
     for end in range(1, len(text) + 1):
-        complete = [stop for stop in stops if text[:end].endswith(stop)]
-        if complete:
+        if complete := [stop for stop in stops if text[:end].endswith(stop)]:
             longest = max(complete, key=len)
             return text[: end if include else end - len(longest)], longest
     return text, None
@@ -59,8 +57,7 @@ def naive_stop(text: str, stops: list[str], include: bool) -> tuple[str, str | N
     include=st.booleans(),
 )
 def test_stop_strings_do_not_depend_on_how_the_text_is_cut(pieces, stops, include):
-    checker = StopStrings(stops, include)
-    seen = ""
+    checker, seen = StopStrings(stops, include), ""
     for piece in pieces:
         seen += checker.push(piece)
         if checker.matched is not None:

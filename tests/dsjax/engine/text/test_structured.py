@@ -1,7 +1,5 @@
-"""Structured output: text keeps its form, and what cannot have one fails alone and says why.
-
-These are the tests of `contract/structured_params.py` too.
-"""
+"""Structured output: text keeps its form, and what cannot have one fails alone and says why. These are the tests of
+`contract/structured_params.py` too."""
 
 import json
 import re
@@ -16,6 +14,7 @@ from dsjax.engine.text.structured import GrammarCompiler
 
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_id
+A, B = (TOKENIZER.encode(letter, add_special_tokens=False)[-1] for letter in "ab")
 V = TOKENIZER.vocab_size + 23  # padded, and no multiple of 32
 COMPILER = GrammarCompiler(TOKENIZER, V, [EOS])
 
@@ -46,17 +45,12 @@ def test_a_text_that_reads_like_a_special_token_is_spelled_in_letters(form, text
     while not constraint.complete:
         made.append(max(allowed(constraint)))
         assert constraint.take(made[-1]) is None
-    assert TOKENIZER.decode(made, skip_special_tokens=True) == (
-        json.dumps(text, ensure_ascii=False) if form == "json" else text
-    )
+    written = json.dumps(text, ensure_ascii=False) if form == "json" else text
+    assert TOKENIZER.decode(made, skip_special_tokens=True) == written
 
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
+NAME_AND_AGE = {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}}
+SCHEMA = {"type": "object", "properties": NAME_AND_AGE, "required": ["name", "age"], "additionalProperties": False}
 
 
 @pytest.mark.parametrize(
@@ -88,7 +82,7 @@ def test_json_is_written_in_the_usual_ways_and_never_in_floods_of_blanks():
 def test_when_the_form_is_complete_only_the_end_is_allowed_and_stays_so():
     constraint = COMPILER.compile(StructuredOutputs(choice=["a"]))
     assert not constraint.complete
-    constraint.take(TOKENIZER.encode("a", add_special_tokens=False)[-1])
+    constraint.take(A)
     assert constraint.complete
     for _ in range(3):
         assert allowed(constraint) == {EOS}
@@ -103,15 +97,14 @@ def test_tokens_are_free_until_the_one_that_the_form_comes_after():
         assert constraint.take(token) is None
     constraint.take(think)
     assert constraint.active
-    assert allowed(constraint) == {TOKENIZER.encode("b", add_special_tokens=False)[-1]}
+    assert allowed(constraint) == {B}
 
 
 def test_each_completion_stands_at_its_own_place_in_a_grammar_that_is_compiled_once():
     outputs = StructuredOutputs(regex="ab")
     first, second = COMPILER.compile(outputs), COMPILER.compile(outputs)
-    a, b = TOKENIZER.encode("a", add_special_tokens=False)[-1], TOKENIZER.encode("b", add_special_tokens=False)[-1]
-    first.take(a)
-    assert (allowed(first), allowed(second), allowed(COMPILER.compile(outputs))) == ({b}, {a}, {a})
+    first.take(A)
+    assert (allowed(first), allowed(second), allowed(COMPILER.compile(outputs))) == ({B}, {A}, {A})
 
 
 @pytest.mark.parametrize(
@@ -140,8 +133,7 @@ def test_a_form_that_cannot_be_is_refused_and_its_field_named(outputs):
 def test_a_chain_of_as_many_rules_as_fit_does_not_overrun_the_stack():
     rules = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4_000)) + 'r4000: "a"'
     assert len(rules) < MAX_GRAMMAR_CHARS
-    constraint = COMPILER.compile(StructuredOutputs(grammar=rules))
-    assert allowed(constraint) == {TOKENIZER.encode("a", add_special_tokens=False)[-1]}
+    assert allowed(COMPILER.compile(StructuredOutputs(grammar=rules))) == {A}
 
 
 @pytest.mark.parametrize(

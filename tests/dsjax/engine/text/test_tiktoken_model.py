@@ -17,17 +17,14 @@ MERGED = ["th", "he", "the", " the", "aa", "aaa", "aaaa", "ab", "ba", "aba", "ba
 MERGED += ["是的", "\r\n"]
 RANKS = [bytes([byte]) for byte in range(256)] + [text.encode() for text in MERGED]
 END, CALLS, RESERVED = len(RANKS) + 1, len(RANKS) + 9, len(RANKS) + 20
+ADDED = {END: ("[EOS]", True), CALLS: ("<|tool_calls_section_begin|>", False)}
 CONFIG = {
     "tokenizer_class": "TikTokenTokenizer",
     "eos_token": "[EOS]",
-    "added_tokens_decoder": {
-        str(END): {"content": "[EOS]", "special": True},
-        str(CALLS): {"content": "<|tool_calls_section_begin|>", "special": False},
-    },
+    "added_tokens_decoder": {str(n): {"content": text, "special": special} for n, (text, special) in ADDED.items()},
 }
-TEXTS = st.lists(st.sampled_from([*MERGED, "a", "b", "A", "'S", "1", " ", "\n", "é", "\t", "的", "!", "x"])).map(
-    "".join
-)
+PIECES = [*MERGED, "a", "b", "A", "'S", "1", " ", "\n", "é", "\t", "的", "!", "x"]
+TEXTS = st.lists(st.sampled_from(PIECES)).map("".join)
 
 
 def write(directory, ranks=RANKS):

@@ -55,9 +55,7 @@ def test_deepseek_r1_s_own_template_renders(r1):
         {"role": "user", "content": "2+2?"},
     ]
     text = r1.chat_template.render(messages)
-    assert text == (
-        "<｜begin▁of▁sentence｜>Be brief.<｜User｜>1+1?<｜Assistant｜>2<｜end▁of▁sentence｜><｜User｜>2+2?<｜Assistant｜>"
-    )
+    assert text == f"{BOS}Be brief.<｜User｜>1+1?<｜Assistant｜>2{EOS}<｜User｜>2+2?<｜Assistant｜>"
     ids = r1.encode(text, add_special_tokens=False)
     assert ids[0] == r1.bos_id == 0
     assert ids.count(r1.bos_id) == 1

@@ -4,6 +4,13 @@ from dsjax.engine.contract.backoff import FIRST_SECONDS
 from dsjax.engine.tiers.disk_tier import MOST_WRITING, DiskTier
 
 
+def tier_of(pages, **left):
+    """left: pages of an earlier run, with the room that each takes."""
+    tier = DiskTier(pages)
+    tier.listed({name.encode(): room for name, room in left.items()})
+    return tier
+
+
 def written(tier, *names, ok=True, now=0.0):
     numbers = [tier.write(name) for name in names]
     assert all(number >= 0 for number in numbers)
@@ -24,8 +31,7 @@ def test_a_page_is_found_on_the_disk_when_it_has_been_written_and_only_then():
 
 
 def test_the_disks_room_is_never_exceeded_and_what_was_asked_for_stays():
-    tier = DiskTier(4)
-    tier.listed({b"old": 1, b"new": 1})
+    tier = tier_of(4, old=1, new=1)
     written(tier, b"a")
     tier.fetch(b"old")
     written(tier, b"b", b"c")
@@ -33,30 +39,23 @@ def test_the_disks_room_is_never_exceeded_and_what_was_asked_for_stays():
     written(tier, b"d")
     assert tier.take_dropped() == (False, [b"a"])
     assert [name for name in (b"old", b"new", b"a", b"b", b"c", b"d") if name in tier] == [b"old", b"b", b"c", b"d"]
-    smaller = DiskTier(1)
-    smaller.listed({b"old": 1, b"new": 1})
+    smaller = tier_of(1, old=1, new=1)
     assert b"new" in smaller
     assert smaller.take_dropped() == (False, [b"old"])
 
 
 def test_a_page_that_is_forgotten_while_it_is_written_is_deleted_and_never_found():
-    tier = DiskTier(4)
-    tier.listed({})
-    number = tier.write(b"a")
-    tier.forget([b"a"])
-    tier.written(number, True, 0.0)
-    assert b"a" not in tier
-    assert tier.take_dropped() == (False, [b"a"])
-    number = tier.write(b"a")
-    tier.flush()
-    tier.written(number, True, 0.0)
-    assert b"a" not in tier
-    assert tier.take_dropped() == (True, [])
+    tier = tier_of(4)
+    for forget, dropped in ((lambda: tier.forget([b"a"]), (False, [b"a"])), (tier.flush, (True, []))):
+        number = tier.write(b"a")
+        forget()
+        tier.written(number, True, 0.0)
+        assert b"a" not in tier
+        assert tier.take_dropped() == dropped
 
 
 def test_a_disk_that_cannot_be_written_is_left_alone_for_longer_and_longer():
-    tier = DiskTier(1000)
-    tier.listed({b"old": 1})
+    tier = tier_of(1000, old=1)
     written(tier, b"a", b"b", ok=False, now=10.0)
     tier.begin_step(10.0 + FIRST_SECONDS / 2)
     assert tier.write(b"c") == -1
@@ -74,8 +73,7 @@ def test_a_disk_that_cannot_be_written_is_left_alone_for_longer_and_longer():
 
 
 def test_a_page_that_takes_the_room_of_several_is_written_where_so_much_can_be_freed():
-    tier = DiskTier(5)
-    tier.listed({b"large": 3, b"small": 1})
+    tier = tier_of(5, large=3, small=1)
     assert tier.counts().used_pages == 4
     number = tier.write(b"other", 3)
     assert tier.take_dropped() == (False, [b"large"])

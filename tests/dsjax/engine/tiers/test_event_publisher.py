@@ -1,7 +1,4 @@
-"""Subscribers of vLLM's events learn from dsjax which pages lie where, and can ask for what they have missed.
-
-These are the tests of `schedule/page_events.py` too.
-"""
+"""Subscribers of vLLM's events learn which pages lie where, and can ask for what they missed. Also tests `schedule/page_events.py`."""
 
 import contextlib
 import itertools
@@ -18,15 +15,13 @@ import pytest
 import zmq
 from event_subscriber import hashes_of
 from fake_executor import FakeExecutor
+from greedy_requests import greedy, small_core
 from waits import until
 from zmq import auth
 
-from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.core import EngineCore
-from dsjax.engine.engine import EngineParts, attachments_of
+from dsjax.engine.engine import EngineParts
 from dsjax.engine.llm_engine import LLMEngine
 from dsjax.engine.schedule.page_events import BlockRemoved
-from dsjax.engine.schedule.request import Request
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.tiers import event_publisher
 from dsjax.engine.tiers.event_publisher import EventPublisher, KvEventsConfig, endpoint_of
@@ -66,42 +61,33 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 DECODER = msgspec.msgpack.Decoder(KVEventBatch)
 
 
-def core(publisher, **sizes):
-    executor = FakeExecutor(pages_per_rank=17, max_rows_decode=4, **sizes)
-    return EngineCore(executor, executor.config, attachments=attachments_of(executor.config, sinks=[publisher]))
-
-
-def run(engine, *prompts, together=False):
+def run(engine, *prompts):
     for number, tokens in enumerate(prompts):
-        name = f"{time.monotonic()}-{number}"
-        engine.add(Request(name, list(tokens), len(tokens), SamplingParams(temperature=0), 2, 0))
-        while engine.has_unfinished and not (together and number + 1 < len(prompts)):
-            engine.step()
+        engine.add(greedy(number, tokens, 2))
+    while engine.has_unfinished:
+        engine.step()
 
 
 @pytest.fixture
 def client():
-    made = []
+    with contextlib.ExitStack() as opened:
 
-    def make(kind, endpoint=None, **options):
-        made.append(zmq.Context.instance().socket(getattr(zmq, kind)))
-        for name, value in {"linger": 0, "rcvtimeo": 10_000, **options}.items():
-            setattr(made[-1], name, value)
-        if endpoint is not None:
-            made[-1].connect(endpoint)
-        return made[-1]
+        def make(kind, endpoint=None, **options):
+            socket = opened.enter_context(zmq.Context.instance().socket(getattr(zmq, kind)))
+            for name, value in {"linger": 0, "rcvtimeo": 60_000, **options}.items():
+                setattr(socket, name, value)
+            if endpoint is not None:
+                socket.connect(endpoint)
+            return socket
 
-    yield make
-    for socket in made:
-        socket.close()
+        yield make
 
 
 @pytest.fixture
 def publisher(tmp_path):
-    made = []
+    made, names = [], {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
 
     def make(ranks=1, **options):
-        names = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
         config = KvEventsConfig(enable_kv_cache_events=True, **names | options)
         made.append(EventPublisher(config, ranks))
         return made[-1], config
@@ -109,31 +95,27 @@ def publisher(tmp_path):
     yield make
     for one in made:
         one.close()
+        one._thread.join(60)
         assert not one._thread.is_alive()
 
 
 def replay(socket, first):
     """Batches by their numbers, from `first` on."""
     socket.send_multipart([b"", first.to_bytes(8, "big")])
-    batches = {}
-    while True:
-        empty, number, payload = socket.recv_multipart()
-        assert empty == b""
-        if number == b"\xff" * 8:
-            assert payload == b""
-            return batches
-        batches[int.from_bytes(number, "big")] = DECODER.decode(payload)
+    parts = [*iter(socket.recv_multipart, [b"", b"\xff" * 8, b""])]
+    assert {empty for empty, _, _ in parts} <= {b""}
+    return {int.from_bytes(number, "big"): DECODER.decode(payload) for _, number, payload in parts}
 
 
 def test_a_subscriber_that_came_late_learns_the_rest_by_a_replay(publisher, client):
     published, config = publisher(ranks=2, topic="kv")
-    engine = core(published, num_ranks=2)
+    engine = small_core([published], num_ranks=2)
     subscribers = [client("SUB", endpoint_of(config.endpoint, rank), subscribe=b"kv") for rank in range(2)]
     replays = client("DEALER", config.replay_endpoint)
     prompts = [list(range(100 * n, 100 * n + 24)) for n in range(4)]
     while not subscribers[0].poll(20):  # it takes a while until a subscription is in force
         published.publish(0, [BlockRemoved([], "GPU")])
-    run(engine, *prompts, together=True)
+    run(engine, *prompts)
     last = published._next[0] - 1
     heard = {}
     while last not in heard:
@@ -155,10 +137,8 @@ def test_a_subscriber_that_came_late_learns_the_rest_by_a_replay(publisher, clie
     told_prompts = [tokens for tokens in prompts if set(hashes_of(tokens, 4)) <= stored.keys()]
     assert len(told_prompts) in (1, 2, 3), "each rank tells of its own"
     first = stored[hashes_of(told_prompts[0], 4)[0]]
-    assert first.parent_block_hash is None
-    assert first.token_ids[:4] == told_prompts[0][:4]
-    topic, _, payload = subscribers[1].recv_multipart()
-    assert DECODER.decode(payload).data_parallel_rank == 1
+    assert (first.parent_block_hash, first.token_ids[:4]) == (None, told_prompts[0][:4])
+    assert DECODER.decode(subscribers[1].recv_multipart()[2]).data_parallel_rank == 1
 
 
 def test_what_the_publisher_cannot_keep_up_with_leaves_a_gap_in_the_numbers(publisher, caplog):
@@ -173,6 +153,7 @@ def test_what_the_publisher_cannot_keep_up_with_leaves_a_gap_in_the_numbers(publ
     until(lambda: not told._queue.qsize())
     told.publish(0, [])
     told.close()
+    told._thread.join(60)
     assert [number for number, _ in told._kept[0]] == [0, 1, 5]
     assert caplog.text.count("some are lost") == 1
 
@@ -183,9 +164,7 @@ def test_a_publisher_whose_queue_is_full_ends_too(publisher):
     full._encoder = SimpleNamespace(encode=lambda batch: is_slow.wait(0.2) or encoder.encode(batch))
     full.publish(0, [])
     until(lambda: not full._queue.qsize())
-    full.publish(0, [])  # waits for the one before
-    full.close()
-    assert not full._thread.is_alive()
+    full.publish(0, [])  # waits for the one before; `publisher` closes it
 
 
 def test_an_engine_publishes_what_its_options_say_and_gives_the_endpoint_back(tmp_path, client):
@@ -236,9 +215,6 @@ def test_a_configuration_that_cannot_be_is_refused(given, says):
         KvEventsConfig.parse({"enable_kv_cache_events": True} | given)
 
 
-# Who may read events, and what a stranger can cause.
-
-
 @pytest.mark.parametrize(
     ("given", "is_open"),
     [
@@ -262,18 +238,11 @@ def test_a_socket_that_other_machines_reach_is_refused_unless_it_is_protected_or
     KvEventsConfig.parse(given)  # nothing is published
 
 
-@pytest.mark.parametrize(
-    ("given", "bound"),
-    [
-        ({}, True),
-        ({"bind": False}, False),
-        ({"endpoint": "tcp://[::]:1"}, True),
-        ({"endpoint": "ipc://x"}, True),
-        ({"endpoint": "tcp://127.0.0.1:1"}, False),
-    ],
-)
-def test_the_default_is_bound_and_other_addresses_are_bound_as_vllm_does(given, bound):
-    assert KvEventsConfig(**given).is_bound is bound
+def test_the_default_is_bound_and_other_addresses_are_bound_as_vllm_does():
+    bound = {"tcp://[::]:1": True, "ipc://x": True, "tcp://127.0.0.1:1": False}
+    assert {endpoint: KvEventsConfig(endpoint=endpoint).is_bound for endpoint in bound} == bound
+    assert KvEventsConfig().is_bound
+    assert not KvEventsConfig(bind=False).is_bound
 
 
 def greet(path, kind):
@@ -289,11 +258,9 @@ def greet(path, kind):
 
 
 def is_closed(connection):
-    try:
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError):
         while connection.recv(4096):
             pass
-    except (ConnectionResetError, BrokenPipeError):
-        pass
     return True
 
 
@@ -333,30 +300,21 @@ def test_over_curve_a_client_with_a_known_key_reads_and_nobody_else(tmp_path, pu
 
 def test_keys_of_curve_that_cannot_be_used_are_refused(tmp_path):
     public, secret = auth.create_certificates(tmp_path, "events")
-    os.chmod(secret, 0o600)
     (tmp_path / "none").mkdir()
-
-    def refused(key, clients, says):
+    for key, clients, mode, says in (
+        (tmp_path / "nothing", tmp_path, 0o600, "cannot be read"),
+        (public, tmp_path, 0o600, "no secret key"),
+        (secret, tmp_path / "none", 0o600, "nobody could come in"),
+        (secret, tmp_path, 0o644, "chmod 600"),
+    ):
+        os.chmod(secret, mode)
         config = KvEventsConfig(enable_kv_cache_events=True, curve_key_file=str(key), curve_clients=str(clients))
         with pytest.raises(UserError, match=says):
             EventPublisher(config, 1)
 
-    refused(tmp_path / "nothing", tmp_path, "cannot be read")
-    refused(public, tmp_path, "no secret key")
-    refused(secret, tmp_path / "none", "nobody could come in")
-    os.chmod(secret, 0o644)
-    refused(secret, tmp_path, "chmod 600")
-
 
 PAGES = [BlockRemoved(list(range(2**63, 2**63 + 200)), "GPU")]
 """An event of nearly 2 kB: 3,000 of them are more than sockets and the system keep for a client that reads nothing."""
-
-
-def fill(told, count):
-    """Publish so many batches, and wait until all can be replayed."""
-    for _ in range(count):
-        told.publish(0, PAGES)
-    until(lambda: len(told._kept[0]) >= count)
 
 
 def test_few_replays_are_under_way_at_once_and_a_place_is_free_again_when_a_client_has_gone(
@@ -364,18 +322,20 @@ def test_few_replays_are_under_way_at_once_and_a_place_is_free_again_when_a_clie
 ):
     monkeypatch.setattr(event_publisher, "_MOST_REPLAYS", 2)
     told, config = publisher()
-    fill(told, 3000)
+    for _ in range(3000):
+        told.publish(0, PAGES)
+    until(lambda: len(told._kept[0]) >= 3000)
     stalled = [client("DEALER", config.replay_endpoint, rcvhwm=1) for _ in range(2)]
     for socket in stalled:
         socket.send_multipart([b"", bytes(8)])
-    until(lambda: len(told._under_way[0]) == 2)
+    until(lambda: len(told._running_replays[0]) == 2)
     third = client("DEALER", config.replay_endpoint)
     for _ in range(100):
         third.send_multipart([b"", bytes(8)])
     until(lambda: "further requests are ignored" in caplog.text)
     assert caplog.text.count("further requests are ignored") == 1
     stalled[0].close()
-    until(lambda: len(told._under_way[0]) < 2)
+    until(lambda: len(told._running_replays[0]) < 2)
     assert sorted(replay(third, 2990))[-1] == 2999
 
 
@@ -388,8 +348,7 @@ def test_a_stranger_s_oversized_frame_ends_its_connection_unread(publisher, clie
         assert is_closed(stranger)
     told.publish(0, [])
     other = client("DEALER", config.replay_endpoint)
-    while not replay(other, 0):
-        pass
+    until(lambda: replay(other, 0))
 
 
 def test_subscribers_that_come_and_go_while_nothing_is_published_leave_no_memory_behind(publisher):
@@ -403,6 +362,4 @@ def test_subscribers_that_come_and_go_while_nothing_is_published_leave_no_memory
         return psutil.Process().memory_info().rss
 
     taken = [come_and_go(300) for _ in range(4)]
-    assert min(now - before for before, now in itertools.pairwise(taken)) < 1 << 20, (
-        "300 subscribers took 3 MiB each time"
-    )
+    assert min(now - before for before, now in itertools.pairwise(taken)) < 1 << 20, "300 took 3 MiB each time"

@@ -1,27 +1,17 @@
-"""Offload tiers under an engine's requests: pages that leave come back as they were, and nobody waits who need not.
-
-These are the tests of `schedule/attachment.py`, `schedule/landing_area.py` and `schedule/page_loads.py` too.
-"""
+"""Offload tiers under requests: pages come back as they left, and nobody waits who need not.
+Also tests `schedule/attachment.py`, `schedule/landing_area.py` and `schedule/page_loads.py`."""
 
 import random
 
 import pytest
-from fake_executor import FakeExecutor, expected_tokens
+from fake_executor import expected_tokens
+from greedy_requests import check_tokens, greedy, small_core
 
-from dsjax import SamplingParams
 from dsjax.engine.contract.commands import DropPages, FetchPages, PlacePages, ReadPages, Step, StorePages
-from dsjax.engine.core import EngineCore
-from dsjax.engine.engine import attachments_of
 from dsjax.engine.schedule import landing_area
 from dsjax.engine.schedule.pages import extend_hashes
-from dsjax.engine.schedule.request import Request
 from dsjax.engine.tiers import offload_tiers
 from dsjax.engine.tiers.offload_tiers import OffloadAttachment
-
-
-def core(**sizes):
-    executor = FakeExecutor(pages_per_rank=17, max_rows_decode=4, **sizes)
-    return EngineCore(executor, executor.config, attachments=attachments_of(executor.config))
 
 
 def tiers(engine):
@@ -30,20 +20,21 @@ def tiers(engine):
 
 def run(engine, prompts, *, abort=()):
     """Tokens that each prompt gets, all added at once; `abort`: of these after a few steps."""
-    requests = [
-        Request(f"{i}", list(tokens), len(tokens), SamplingParams(temperature=0), 6, 0) for i, tokens in prompts
-    ]
+    requests = added(engine, prompts)
+    for step in range(3000):
+        engine.step()
+        for name in abort if step == 2 else ():
+            engine.abort(name)
+        if not engine.has_unfinished:
+            return {request.request_id: request.output_token_ids for request in requests}
+    pytest.fail("nothing moves any more")
+
+
+def added(engine, prompts):
+    requests = [greedy(name, tokens) for name, tokens in prompts]
     for request in requests:
         engine.add(request)
-    steps = 0
-    while engine.has_unfinished:
-        engine.step()
-        steps += 1
-        assert steps < 3000, "nothing moves any more"
-        if steps == 3:
-            for name in abort:
-                engine.abort(name)
-    return {request.request_id: request.output_token_ids for request in requests}
+    return requests
 
 
 def begin_alike(number, count=5, beginnings=8):
@@ -79,7 +70,7 @@ def test_tokens_are_those_without_a_tier_however_long_the_disk_takes_and_pages_c
     below, ranks, in_flight, disk_takes
 ):
     """Every pair of values occurs."""
-    engine = core(num_ranks=ranks, max_in_flight=in_flight, **below)
+    engine = small_core(num_ranks=ranks, max_in_flight=in_flight, **below)
     engine.executor.disk_takes = disk_takes
     for turn in range(12):
         prompts = begin_alike(turn)
@@ -102,24 +93,22 @@ def test_tokens_are_those_without_a_tier_however_long_the_disk_takes_and_pages_c
 
 def test_pages_that_come_after_a_flush_do_not_keep_their_request_waiting():
     """It needs all of the device's pages, and those that were on their way are found by nobody any more."""
-    engine = core(host_pages_per_rank=60)
-    tokens = list(range(56))
-    run(engine, [(0, tokens)])
-    run(engine, [(1, list(range(100, 156)))])
-    request = Request("2", [*tokens, 7], 57, SamplingParams(temperature=0), 6, 0)
-    engine.add(request)
+    engine = small_core(host_pages_per_rank=60)
+    for number, tokens in enumerate((range(56), range(100, 156))):
+        run(engine, [(number, tokens)])
+    [request] = added(engine, [(2, [*range(56), 7])])
     engine.step()
     assert request.is_loading
     engine.scheduler.flush_prefix_cache()
     for _ in range(50):
         engine.step()
-    assert request.output_token_ids == expected_tokens([*tokens, 7], 6)
+    check_tokens(request)
 
 
 def on_disk_alone():
     """An engine whose disk alone has the pages of a first prompt, and the disk hangs."""
-    engine = core(disk_pages=200)
-    for prompts in ([(0, list(range(40)))], [(1, list(range(100, 156))), (2, list(range(200, 256)))]):
+    engine = small_core(disk_pages=200)
+    for prompts in ([(0, range(40))], [(1, range(100, 156)), (2, range(200, 256))]):
         run(engine, prompts)
     engine.executor.disk_takes = None
     return engine
@@ -127,8 +116,7 @@ def on_disk_alone():
 
 def waiting_for_the_disk(engine):
     """The first prompt again, which waits for its pages."""
-    request = Request("3", list(range(40)), 40, SamplingParams(temperature=0), 6, 0)
-    engine.add(request)
+    [request] = added(engine, [(3, range(40))])
     engine.step()
     assert request.is_loading
     return request
@@ -138,37 +126,35 @@ def test_others_go_on_while_a_request_waits_for_the_disk():
     engine = on_disk_alone()
     waiting = waiting_for_the_disk(engine)
     assert tiers(engine).is_reading
-    other = Request("4", [5, 6, 7], 3, SamplingParams(temperature=0), 6, 0)
-    engine.add(other)
+    [other] = added(engine, [(4, [5, 6, 7])])
     for _ in range(20):
         engine.step()
-    assert other.output_token_ids == expected_tokens([5, 6, 7], 6)
+    check_tokens(other)
     assert waiting.output_token_ids == []
     engine.executor.disk_takes = 0
     while engine.has_unfinished:
         engine.step()
-    assert waiting.output_token_ids == expected_tokens(list(range(40)), 6)
+    check_tokens(waiting)
     assert engine.scheduler.ranks[0].hits["disk"] > 5 * 4
 
 
 def test_a_request_goes_on_without_a_disk_that_hangs(monkeypatch):
     monkeypatch.setattr(offload_tiers, "PATIENCE", 0.01)
     engine = on_disk_alone()
-    assert run(engine, [(3, list(range(40)))]) == {"3": expected_tokens(list(range(40)), 6)}
-    assert tiers(engine).disk.counts().late == 1
-    assert run(engine, [(4, list(range(100, 156)))]) == {"4": expected_tokens(list(range(100, 156)), 6)}
-    assert tiers(engine).disk.counts().late == 1, "it is left alone for a while"
+    for tokens in (list(range(40)), list(range(100, 156))):
+        assert run(engine, [("a", tokens)]) == {"a": expected_tokens(tokens, 6)}
+        assert tiers(engine).disk.counts().late == 1, "afterwards it is left alone for a while"
 
 
 def test_reads_that_hang_after_their_request_has_gone_take_nobodys_room(monkeypatch):
     monkeypatch.setattr(offload_tiers, "PATIENCE", 0.01)
     monkeypatch.setattr(landing_area, "MOST_LANDED", 3)
-    engine = core(disk_pages=200)
+    engine = small_core(disk_pages=200)
     engine.executor.disk_takes = 0
     for number in range(4):
-        run(engine, [(number, list(range(60 * number, 60 * number + 56)))])
+        run(engine, [(number, range(60 * number, 60 * number + 56))])
     engine.executor.disk_takes = None
-    engine.add(Request("a", list(range(56)), 56, SamplingParams(temperature=0), 6, 0))
+    added(engine, [("a", range(56))])
     engine.step()
     assert tiers(engine).is_reading
     engine.abort("a")
@@ -179,7 +165,7 @@ def test_reads_that_hang_after_their_request_has_gone_take_nobodys_room(monkeypa
 @pytest.mark.parametrize("kind", [PlacePages, FetchPages, ReadPages, DropPages, StorePages, Step])
 def test_an_interrupt_while_pages_are_sent_for_leaves_nothing_wrong(kind):
     """Whichever command it comes before, what is launched afterwards is right, and the disk keeps to its room."""
-    engine = core(host_pages_per_rank=3, disk_pages=20)
+    engine = small_core(host_pages_per_rank=3, disk_pages=20)
     launch, left = engine.executor.launch, iter(range(1, 6))
 
     def interrupted(command):
@@ -190,48 +176,41 @@ def test_an_interrupt_while_pages_are_sent_for_leaves_nothing_wrong(kind):
     for turn in range(6):
         run(engine, begin_alike(turn))
         engine.executor.launch = interrupted
-        requests = [
-            Request(f"{name}+", list(tokens), len(tokens), SamplingParams(temperature=0), 6, 0)
-            for name, tokens in begin_alike(turn + 50)
-        ]
-        for request in requests:
-            engine.add(request)
+        requests = added(engine, begin_alike(turn + 50))
         while engine.has_unfinished:
             try:
                 engine.step()
             except KeyboardInterrupt:
                 continue
         engine.executor.launch = launch
-        for request in requests:
-            assert request.output_token_ids == expected_tokens(request.prompt_token_ids, 6)
+        check_tokens(*requests)
     assert next(left, None) is None, "it came twice"
 
 
 def test_what_only_the_devices_have_goes_to_the_disk_at_the_end_the_newest_first():
-    first = core(disk_pages=8)
+    first, prompts = small_core(disk_pages=8), (range(25), range(100, 125))
     first.executor.disk_takes = 0
-    for number in range(2):
-        run(first, [(number, list(range(100 * number, 100 * number + 25)))])
+    for number, tokens in enumerate(prompts):
+        run(first, [(number, tokens)])
     assert not first.executor.disk
     first.shutdown()
     assert first.executor.closed
     first.executor.page_reports()
-    newest, older = [], []
-    for number, names in enumerate((older, newest)):
-        request = Request("", list(range(100 * number, 100 * number + 25)), 25, SamplingParams(), 1, 0)
-        names += [name for name in extend_hashes(request, 4) if name in first.executor.disk]
+    older, newest = (
+        [name for name in extend_hashes(greedy("", tokens), 4) if name in first.executor.disk] for tokens in prompts
+    )
     assert len(newest) == 6, "all of them"
     assert len(first.executor.disk) == 8
     assert next(iter(first.executor.disk)) in older, "the next one to go"
-    second = core(disk_pages=8, disk=dict(first.executor.disk))
-    run(second, [(3, list(range(100, 125)))])
+    second = small_core(disk_pages=8, disk=dict(first.executor.disk))
+    run(second, [(3, prompts[1])])
     assert second.scheduler.ranks[0].hits["disk"] == 24
 
 
 def test_an_end_does_not_wait_for_a_disk_that_hangs(monkeypatch):
     monkeypatch.setattr(offload_tiers, "CLOSE_SECONDS", 0.05)
-    first = core(disk_pages=1000)
-    run(first, [(n, list(range(100 * n, 100 * n + 24))) for n in range(2)])
+    first = small_core(disk_pages=1000)
+    run(first, [(n, range(100 * n, 100 * n + 24)) for n in range(2)])
     first.executor.disk_takes = None
     first.shutdown()
     assert first.executor.closed
@@ -243,7 +222,7 @@ def test_flushing_empties_the_disk_and_wakes_who_waits_for_it():
     engine.flush_prefix_cache()
     for _ in range(30):
         engine.step()
-    assert request.output_token_ids == expected_tokens(list(range(40)), 6)
+    check_tokens(request)
     engine.executor.disk_takes = 0
     engine.executor.page_reports()
     assert not engine.executor.disk

@@ -1,6 +1,7 @@
 """Pages that leave the devices are waited for only by those who need them."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -36,48 +37,43 @@ class Leaving:
 
 
 def offloaded(arrays, disk=None):
-    """`OffloadedPages` that these arrays come to, one after the other, and the table of its commands."""
+    """Return `OffloadedPages` that get these arrays one after the other, and a function that has two ranks store pages."""
     described, taken = {"latent": jax.ShapeDtypeStruct(Leaving.shape, np.int64)}, iter(arrays)
-    programs = SimpleNamespace(
-        described_moved=lambda table: described if table == "context" else {},
-        get=lambda *key: lambda *_: {"latent": next(taken)},
-    )
-    device = SimpleNamespace(
-        programs=programs,
-        limits=ExecutorLimits(**SIZES | {"num_ranks": 2, "host_pages_per_rank": 8}),
-        state=None,
-        send=lambda a: a,
-    )
+    device = Mock(limits=ExecutorLimits(**SIZES | {"num_ranks": 2, "host_pages_per_rank": 8}))
+    device.programs.described_moved = lambda table: described if table == "context" else {}
+    device.programs.get = lambda *key: lambda *_: {"latent": next(taken)}
     pages, table = OffloadedPages(device, PageStaging(device), disk), CommandTable()
     pages.register(table)
-    return pages, table
+
+    def store(*ranks, **names):
+        list(table[StorePages].execute(None, StorePages([int32s(own) for own in ranks], **names)))
+
+    return pages, store
 
 
 @pytest.fixture
 def leaving():
     """(pages of host memory that are on their way there, each of its own slot; the `OffloadedPages`)."""
     arrays = [Leaving(value) for value in range(3)]
-    pages, table = offloaded(arrays)
+    pages, store = offloaded(arrays)
     for slot in range(3):
-        list(table[StorePages].execute(None, StorePages([int32s([1, slot, -1]), int32s([1, 7 - slot, -1])])))
+        store([1, slot, -1], [1, 7 - slot, -1])
     return arrays, pages
 
 
 def test_a_page_goes_to_the_disk_from_its_rank_and_place_and_whole_though_several_devices_have_parts_of_it():
     written = {}
-    disk = SimpleNamespace(
-        write=lambda number, name, page: written.update({(number, name): page["latent"]}), read=None, close=lambda: None
-    )
+    write = lambda number, name, page: written.update({(number, name): page["latent"]})  # noqa: E731
+    disk = SimpleNamespace(write=write, read=None, close=lambda: None)
     left, values = Leaving(0), np.arange(np.prod(Leaving.shape)).reshape(Leaving.shape)
+    index = slice(0, 2), slice(None)
     parts = [
-        SimpleNamespace(index=(slice(0, 2), slice(None), at, slice(None)), data=values[:, :, at])
-        for at in map(slice, (0, 1), (1, 2))
+        SimpleNamespace(index=(*index, at, slice(None)), data=values[:, :, at]) for at in (slice(0, 1), slice(1, 2))
     ]
     left._shards = [parts[0], *parts]  # two devices have the first one
-    pages, table = offloaded([left], lambda shapes, windows: disk)
+    pages, store = offloaded([left], lambda shapes, windows: disk)
     first, second, third = (bytes([number]) * 32 for number in range(3))
-    stored = [int32s([5, 0, 7, 6, -1, 8]), int32s([4, 0, -1, 3, 1, 9])]
-    list(table[StorePages].execute(None, StorePages(stored, [first + second, third])))
+    store([5, 0, 7, 6, -1, 8], [4, 0, -1, 3, 1, 9], names=[first + second, third])
     pages.close()
     places = {(7, first): (0, 0), (8, second): (0, 1), (9, third): (1, 1)}
     assert written.keys() == places.keys()
@@ -98,9 +94,8 @@ def test_a_page_goes_to_the_disk_from_its_rank_and_place_and_whole_though_severa
 def test_a_load_waits_for_the_pages_of_its_own_slots_and_for_none_that_left_later(leaving, monkeypatch, slots, waited):
     arrays, pages = leaving
     monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, sharding, make: None)
-    pieces, _ = pages.take(
-        [np.array(own, np.int32) for own in slots], [np.arange(len(own), dtype=np.int32) for own in slots]
-    )
+    places = [np.arange(len(own), dtype=np.int32) for own in slots]
+    pieces, _ = pages.take([np.array(own, np.int32) for own in slots], places)
     for piece in pieces:
         piece.send()
     assert [array.has_come for array in arrays] == waited

@@ -6,50 +6,37 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
+from test_disk_pages import OTHER, failing, files, name, page, same
 
 from dsjax.engine.tiers.disk_pages import DiskPages
 from dsjax.engine.tiers.page_folder import MARK, PageFiles, PageFolder
 from dsjax.errors import UserError
 
-SHAPES = {"latent": ((8,), np.dtype(np.uint16))}
-PAGE = {"latent": np.arange(8, dtype=np.uint16)}
-SPACE = {"fingerprint": "f"}
-FIRST, SECOND = bytes(32), bytes(31) + b"\1"
+FIRST, SECOND = name(0), name(1)
 
 
 def content(folder: Path) -> dict[str, bytes | str | None]:
     """All that lies below a folder, by its path: a file's bytes, a link's target, None for a folder."""
-    return {
-        str(path.relative_to(folder)): os.readlink(path)
-        if path.is_symlink()
-        else path.read_bytes()
-        if path.is_file()
-        else None
-        for path in sorted(folder.rglob("*"))
-    }
+
+    def held(path):
+        return os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+
+    return {str(path.relative_to(folder)): held(path) for path in folder.rglob("*")}
 
 
-def fill(folder: Path, files: dict[str, str]) -> None:
-    for path, text in files.items():
+def fill(folder: Path, texts: dict[str, str]) -> None:
+    for path, text in texts.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
 
 
-def written(folder: Path, *names: bytes, space=SPACE) -> PageFiles:
-    files = PageFiles(PageFolder(folder), space, SHAPES)
-    for name in names:
-        files.write(name, PAGE)
-    return files
-
-
-def path_of(files: PageFiles, name: bytes) -> Path:
-    return files.folder.path / files.space / name.hex()[:2] / f"{name.hex()}.page"
+def path_of(own_files: PageFiles, page_name: bytes) -> Path:
+    return own_files.folder.path / own_files.space / page_name.hex()[:2] / f"{page_name.hex()}.page"
 
 
 @pytest.mark.parametrize(
-    "files",
+    "foreign",
     [
         {"report.writing": "a chapter", "web/index.page": "a page"},
         {"lock": "4711\n"},
@@ -58,8 +45,8 @@ def path_of(files: PageFiles, name: bytes) -> Path:
         {f"{MARK}/folder": "no mark"},
     ],
 )
-def test_a_folder_that_holds_somebody_elses_files_is_refused_and_left_as_it_is(tmp_path, files):
-    fill(tmp_path, files)
+def test_a_folder_that_holds_somebody_elses_files_is_refused_and_left_as_it_is(tmp_path, foreign):
+    fill(tmp_path, foreign)
     before = content(tmp_path)
     with pytest.raises(UserError, match=r"holds files that are not dsjax's \(.*give a folder that is empty"):
         PageFolder(tmp_path).lock()
@@ -77,40 +64,36 @@ def test_an_empty_folder_becomes_ours_and_stays_it(tmp_path):
 
 def test_what_is_not_of_our_form_is_neither_counted_nor_deleted(tmp_path):
     folder, elsewhere = tmp_path / "pages", tmp_path / "elsewhere"
-    files = written(folder, FIRST)
-    other = written(folder, FIRST, SECOND, space={"fingerprint": "g"})
+    own_files, other = files(folder, 0), files(folder, 0, 1, space=OTHER)
     fill(elsewhere, {f"ab/{'ab' * 32}.page": "linked to", f"{'cd' * 32}.page": "linked to"})
     foreign = {
         "draft.writing": "of an editor",
         "site/home.page": "of a website",
         f"{'1' * 15}/00/{'0' * 64}.page": "in a folder whose name has another form",
-        f"{files.space}/home.page": "a name of another form",
-        f"{files.space}/zz/{'0' * 64}.page": "in no folder of digits",
-        f"{files.space}/00/{'11' * 32}.page": "in another folder than its name says",
-        f"{files.space}/00/{'0' * 63}.writing": "too short a name",
+        f"{own_files.space}/home.page": "a name of another form",
+        f"{own_files.space}/zz/{'0' * 64}.page": "in no folder of digits",
+        f"{own_files.space}/00/{'11' * 32}.page": "in another folder than its name says",
+        f"{own_files.space}/00/{'0' * 63}.writing": "too short a name",
         f"{other.space}/00/old/{'0' * 64}.page": "a folder deeper",
     }
     fill(folder, foreign)
     (folder / ("2" * 16)).symlink_to(elsewhere)
-    (folder / files.space / "ab").symlink_to(elsewhere / "ab")
+    (folder / own_files.space / "ab").symlink_to(elsewhere / "ab")
     (folder / other.space / "cd").symlink_to(elsewhere)
-    (folder / files.space / "00" / f"{'00' * 31}ff.page").symlink_to(elsewhere / "ab" / f"{'ab' * 32}.page")
+    (folder / own_files.space / "00" / f"{'00' * 31}ff.page").symlink_to(elsewhere / "ab" / f"{'ab' * 32}.page")
     before = content(folder) | content(elsewhere)
-    listing = files.list()
+    listing = own_files.list()
     assert list(listing.names) == [FIRST]
-    assert [path for _, path, _ in listing.others] == sorted(
-        str(path_of(other, name).relative_to(folder)) for name in (FIRST, SECOND)
-    )
-    disk = DiskPages(
-        PageFiles(PageFolder(folder).lock(), SPACE, SHAPES), files.page_bytes
-    )  # room for one page: the others' go
+    others = [str(path_of(other, one).relative_to(folder)) for one in (FIRST, SECOND)]
+    assert [path for _, path, _ in listing.others] == others
+    disk = DiskPages(files(PageFolder(folder).lock()), own_files.page_bytes)  # room for one page: the others' go
     disk.drop(True, [])
     disk.close()
-    ours = {str(path_of(each, name).relative_to(folder)) for each in (files, other) for name in (FIRST, SECOND)}
     after = content(folder) | content(elsewhere)
-    assert {path: value for path, value in after.items() if path not in ("lock",)} == {
-        path: value for path, value in before.items() if path not in ours
-    }
+    del after["lock"]
+    for ours in (*others, str(path_of(own_files, FIRST).relative_to(folder))):
+        del before[ours]
+    assert after == before
 
 
 def test_a_folder_of_another_user_or_that_others_can_write_is_refused(tmp_path, give_away):
@@ -127,46 +110,43 @@ def test_a_folder_of_another_user_or_that_others_can_write_is_refused(tmp_path, 
 
 
 def test_a_page_of_another_user_or_in_a_folder_that_others_can_write_is_not_believed(tmp_path, give_away):
-    files = written(tmp_path, FIRST)
-    path_of(files, FIRST).parent.chmod(0o777)
+    own_files = files(tmp_path, 0)
+    path = path_of(own_files, FIRST)
+    path.parent.chmod(0o777)
     with pytest.raises(PermissionError):
-        files.read(FIRST)
-    path_of(files, FIRST).parent.chmod(0o700)
-    assert (files.read(FIRST)["latent"] == PAGE["latent"]).all()
-    give_away(path_of(files, FIRST))
+        own_files.read(FIRST)
+    path.parent.chmod(0o700)
+    assert same(own_files.read(FIRST), 0)
+    give_away(path)
     with pytest.raises(PermissionError):
-        files.read(FIRST)
-    assert files.list().names == {}
+        own_files.read(FIRST)
+    assert own_files.list().names == {}
 
 
 def test_a_folder_that_is_deleted_while_serving_is_not_made_again_and_a_space_is(tmp_path):
     """Where a disk was unmounted, pages must not fill the disk below its folder."""
-    files = written(tmp_path / "pages", FIRST)
-    shutil.rmtree(tmp_path / "pages" / files.space)
+    own_files = files(tmp_path / "pages", 0)
+    shutil.rmtree(tmp_path / "pages" / own_files.space)
     with pytest.raises(FileNotFoundError):
-        files.read(FIRST)
-    files.write(FIRST, PAGE)
-    assert list(files.list().names) == [FIRST]
+        own_files.read(FIRST)
+    own_files.write(FIRST, page(0))
+    assert list(own_files.list().names) == [FIRST]
     shutil.rmtree(tmp_path / "pages")
     with pytest.raises(FileNotFoundError):
-        files.write(SECOND, PAGE)
+        own_files.write(SECOND, page(1))
     assert not (tmp_path / "pages").exists()
-
-
-def failing(number, *_, **__):
-    raise OSError(number, os.strerror(number))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_a_disk_that_takes_nothing_when_the_weights_are_loaded_still_gives_its_pages(tmp_path, monkeypatch, number):
-    written(tmp_path, FIRST)
+    files(tmp_path, 0)
     folder = PageFolder(tmp_path).lock()
     (tmp_path / ("1" * 16)).mkdir()
     for call in ("mkdir", "rename", "unlink", "utime"):
         monkeypatch.setattr(os, call, partial(failing, number))
-    disk = DiskPages(PageFiles(folder, SPACE, SHAPES), 1 << 20)
+    disk = DiskPages(files(folder), 1 << 20)
     assert disk.reports().listed == {FIRST: 1}
-    disk.write(1, SECOND, PAGE)
+    disk.write(1, SECOND, page(1))
     assert disk.reports(20).written == [(1, False)]
     disk.read(0, 1, FIRST)
     assert disk.reports(20).read == [(0, 1, True)]
@@ -178,13 +158,11 @@ def test_a_disk_that_takes_nothing_at_the_start_is_refused_before_weights_are_re
     PageFolder(tmp_path).lock().close()
     (tmp_path / "lock").unlink()
     real = os.open
-    monkeypatch.setattr(
-        os,
-        "open",
-        lambda path, flags, *some, **named: (
-            failing(number) if flags & os.O_CREAT else real(path, flags, *some, **named)
-        ),
-    )
+
+    def fail_to_create(path, flags, *some, **named):
+        return failing(number) if flags & os.O_CREAT else real(path, flags, *some, **named)
+
+    monkeypatch.setattr(os, "open", fail_to_create)
     with pytest.raises(UserError, match=f"{os.strerror(number)}; give one that this user, and nobody else, can write"):
         PageFolder(tmp_path).lock()
 

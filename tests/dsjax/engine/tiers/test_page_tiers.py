@@ -34,15 +34,14 @@ def test_each_page_has_a_slot_of_its_own_and_is_found_where_it_was_put(slots, ac
 
 
 def test_what_was_fetched_outlives_what_was_only_stored():
-    tier = HostTier(4)
-    for name in b"abcd":
-        tier.store(bytes([name]))
+    tier, names = HostTier(4), [bytes([name]) for name in b"abcdefg"]
+    for name in names[:4]:
+        tier.store(name)
     tier.begin_step(), tier.begin_step()
     tier.fetch(b"a")
-    for name in b"efg":
-        tier.store(bytes([name]))
-    assert b"a" in tier
-    assert b"b" not in tier
+    for name in names[4:]:
+        tier.store(name)
+    assert [name for name in names if name in tier] == [b"a", *names[4:]]
 
 
 @pytest.mark.parametrize(("sizes", "steps"), [({}, 2), ({"under_way": 4}, 4)])

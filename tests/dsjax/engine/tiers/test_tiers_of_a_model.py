@@ -1,19 +1,16 @@
-"""A model with offload tiers gives to the bit what one device gives without, and its pages come back, from an earlier engine's folder too.
-
-These are the tests of `tiers/offloaded_pages.py`, `setup/sizes.py` and `setup/spaces.py` too.
-"""
+"""A model with offload tiers gives one device's bits, and pages come back, from an earlier engine's folder too.
+Also tests `tiers/offloaded_pages.py`, `setup/sizes.py` and `setup/spaces.py`."""
 
 import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 from drafting_checkpoint import write_drafting_checkpoint
 from layouts import MODELS
+from mixes import given_to
 
 from dsjax import LLM, SamplingParams
 from dsjax.config import load_config
@@ -35,11 +32,6 @@ def checkpoints(tmp_path_factory):
     return functools.cache(lambda model: write_drafting_checkpoint(tmp_path_factory.mktemp("tiers"), **MODELS[model]))
 
 
-@pytest.fixture(scope="module")
-def checkpoint(checkpoints):
-    return checkpoints("v3")
-
-
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
 DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 
@@ -58,31 +50,22 @@ def prompts():
     return [{"prompt_token_ids": beginnings[i % 4] + [int(t)]} for i, t in enumerate(rng.integers(2, 290, size=16))]
 
 
-def answer(output):
-    (made,) = output.outputs
-    return list(made.token_ids), [one[token].logprob for token, one in zip(made.token_ids, made.logprobs, strict=True)]
-
-
 def generated(llm):
-    return [answer(llm.generate([prompt], GREEDY)[0]) for prompt in prompts()]
+    return [given_to(llm.generate([prompt], GREEDY)[0]) for prompt in prompts()]
 
 
-@pytest.fixture(scope="module")
-def expected_of(checkpoints, kernels):
-    """Compute, when first asked for, what one device without tiers answers: of a model in two MLA forms, with a cache."""
-
-    def made(model, prefill, decode, kv_cache_dtype):
-        llm = load(checkpoints(model), mla_prefill=prefill, mla_decode=decode, kv_cache_dtype=kv_cache_dtype)
-        assert llm.executor.model.is_exact
-        outputs = generated(llm)
-        llm.shutdown()
-        return outputs
-
-    return functools.cache(made)
+def one_devices(checkpoint, options):
+    """What one device without tiers answers, in the same MLA forms, with the same cache."""
+    alike = {name: options[name] for name in ("mla_prefill", "mla_decode", "kv_cache_dtype") if name in options}
+    llm = load(checkpoint, **alike)
+    assert llm.executor.model.is_exact
+    outputs = generated(llm)
+    llm.shutdown()
+    return outputs
 
 
 @contextlib.contextmanager
-def kept_in(library: ProgramLibrary) -> Iterator[None]:
+def kept_in(library):
     """Engines that are made meanwhile take their programs from this library and keep them there; their options must be equal but for what
     no program depends on."""
     with pytest.MonkeyPatch.context() as patch:
@@ -103,11 +86,10 @@ def kept_in(library: ProgramLibrary) -> Iterator[None]:
     ],
 )
 def test_a_model_gives_the_same_to_the_bit_and_its_pages_come_back_after_a_restart_too(
-    checkpoints, expected_of, model, options, changed, host_bytes, tmp_path
+    checkpoints, kernels, model, options, changed, host_bytes, tmp_path, patient_disk
 ):
     """Host memory has room for all pages in the first engine, and for a page or two of each rank in the second, 5 % of what is needed."""
-    forms = (options.get(name, one) for name, one in (("mla_prefill", "CC"), ("mla_decode", "A_CC_ME")))
-    checkpoint, expected = checkpoints(model), expected_of(model, *forms, options.get("kv_cache_dtype", "auto"))
+    checkpoint, expected = checkpoints(model), one_devices(checkpoints(model), options)
     on_disk = {"disk_cache": str(tmp_path), "disk_cache_bytes": 1 << 22, "cache_tokens": 92}
     library = ProgramLibrary()
     with kept_in(library):
@@ -123,7 +105,7 @@ def test_a_model_gives_the_same_to_the_bit_and_its_pages_come_back_after_a_resta
             load(checkpoint, **on_disk, **options)
     finally:
         first.shutdown()
-    files = list(Path(tmp_path).glob("*/*/*.page"))
+    files = list(tmp_path.glob("*/*/*.page"))
     assert {-(-file.stat().st_size // 4096) * 4096 for file in files} == {first.executor.limits.disk_page_bytes}
     files[0].write_bytes(files[0].read_bytes()[:-3])
     with kept_in(ProgramLibrary() if changed else library):
@@ -136,7 +118,7 @@ def test_a_model_gives_the_same_to_the_bit_and_its_pages_come_back_after_a_resta
         second.engine.add_request("gone", prompts()[0], GREEDY)
         second.engine.step()
         second.engine.abort("gone")
-        assert [answer(output) for output in second.generate(prompts(), GREEDY)] == expected
+        assert [given_to(output) for output in second.generate(prompts(), GREEDY)] == expected
         assert all(rank.pool.num_used == 0 for rank in ranks)
         assert len(ranks) > 1 or ranks[0].num_preemptions
         assert len({page.parents[1] for page in tmp_path.glob("*/*/*.page")}) == 1
@@ -144,7 +126,7 @@ def test_a_model_gives_the_same_to_the_bit_and_its_pages_come_back_after_a_resta
         assert second.engine.core.part(OffloadAttachment).source.disk.counts().used_pages == 0
     finally:
         second.shutdown()
-    assert not list(Path(tmp_path).glob("*/*/*.page"))
+    assert not list(tmp_path.glob("*/*/*.page"))
 
 
 @pytest.mark.parametrize(
@@ -152,13 +134,14 @@ def test_a_model_gives_the_same_to_the_bit_and_its_pages_come_back_after_a_resta
     [({"host_cache_bytes": 10}, "give at least"), ({"disk_cache_bytes": 100}, "give at least 4,096")],
     ids=["host memory", "disk"],
 )
-def test_room_for_less_than_a_page_is_refused(checkpoint, tmp_path, options, says):
+def test_room_for_less_than_a_page_is_refused(checkpoints, tmp_path, options, says):
     with pytest.raises(UserError, match=says):
-        load(checkpoint, **options, **({"disk_cache": str(tmp_path)} if "disk_cache_bytes" in options else {}))
+        load(checkpoints("v3"), **options, **({"disk_cache": str(tmp_path)} if "disk_cache_bytes" in options else {}))
 
 
-def test_a_start_that_failed_keeps_no_folder_from_the_next_one(checkpoint, tmp_path):
-    args = EngineArgs(model=str(checkpoint), max_model_len=10**6, disk_cache=str(tmp_path), disk_cache_bytes=1 << 20)
+def test_a_start_that_failed_keeps_no_folder_from_the_next_one(checkpoints, tmp_path):
+    model = str(checkpoints("v3"))
+    args = EngineArgs(model=model, max_model_len=10**6, disk_cache=str(tmp_path), disk_cache_bytes=1 << 20)
     with pytest.raises(UserError, match="--max-model-len is 1000000") as kept:
         load_model(args)
     PageFolder(args.disk_cache).lock().close()

@@ -70,7 +70,7 @@ def common(core: EngineCore) -> dict[str, object]:
 
     A prefill side of one process never changes its mesh.
     """
-    changes = {} if core.generations is None else dict(core.generations.counts.changes)
+    changes = {} if core.mesh_changer is None else dict(core.mesh_changer.counts.changes)
     return {"changes": changes, "failures": sum(failure_counts().values())}
 
 

@@ -2,6 +2,7 @@
 
 from concurrent.futures import Future
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 from engine_pair import prefill_request
 from fake_executor import FakeExecutor
@@ -49,12 +50,8 @@ def test_a_chunk_that_another_process_has_offered_and_this_one_could_not_compute
     kept, made = FollowerSendBuffers(), object.__new__(PageChunks)
     made._offers = WorkQueue("chunk offer", "offers")
     made.send_chunks(kept.ready, kept.drop)
-
-    def fail():
-        raise RuntimeError("the step that made it has failed")
-
     pull = opened(kept, 3)
-    failed = {"tokens": SimpleNamespace(block_until_ready=fail)}
+    failed = {"tokens": Mock(**{"block_until_ready.side_effect": RuntimeError("the step that made it has failed")})}
     made._offers.put(lambda: made._offer_when_computed(3, failed, is_kept=True))
     assert pull.result(30) is None
     made._offers.put(lambda: made._offer_when_computed(4, {"tokens": 1}, is_kept=True))
@@ -63,36 +60,30 @@ def test_a_chunk_that_another_process_has_offered_and_this_one_could_not_compute
 
 
 def test_chunks_of_a_generation_that_has_ended_are_waited_for_no_longer():
-    told = []
-    group = SimpleNamespace(
-        options=SimpleNamespace(process_id=1, address="127.0.0.1"),
-        endpoint=SimpleNamespace(address="127.0.0.1:7"),
-        agreement=SimpleNamespace(contribute=lambda name, value: told.append(value)),
-    )
+    group, loaded = Mock(**{"endpoint.address": "127.0.0.1:7"}), SimpleNamespace(executor=FakeExecutor(transfers=True))
     transfers = FollowerTransfers(EngineArgs(disaggregation_mode="prefill", transfer_timeout=120), group)
     transfers._server = "started with the first generation"
-    executor = FakeExecutor(transfers=True)
-    transfers.join(SimpleNamespace(executor=executor))
+    transfers.join(loaded)
     pull = opened(transfers._kept, 3)  # offered by process 0, and never computed here
-    transfers.join(SimpleNamespace(executor=executor))
+    transfers.join(loaded)
     assert pull.result(0) is None
-    executor._offer(4, {"tokens": 1})
+    loaded.executor._offer(4, {"tokens": 1})
     assert opened(transfers._kept, 4).result(0) == {"tokens": 1}
+    told = [call.args[1] for call in group.agreement.contribute.call_args_list]
     assert told == ["127.0.0.1:7"] * 2, "process 0 asks in each generation"
 
 
 def test_process_0_offers_what_another_process_keeps_and_has_it_dropped_there_when_it_was_pulled():
     executor = FakeExecutor(transfers=True)
     engine = PrefillEngine(executor, executor.config, timeout=60, owners=lambda executor: [ChunkOwner("there:1", True)])
-    offers = []
-    receive = offers.append
-    engine.post(prefill_request("a", range(9)), receive)
-    while not any(isinstance(message, ChunkReady) for message in offers):
+    heard, offers = [], []
+    engine.post(prefill_request("a", range(9)), heard.append)
+    while not offers:
         engine.turn(wait=False)
-    offers = [message for message in offers if isinstance(message, ChunkReady)]
+        offers = [message for message in heard if isinstance(message, ChunkReady)]
     assert {offer.address for offer in offers} == {"there:1"}
     for offer in offers:
-        engine.post(ReleaseChunk(offer.number), receive)
+        engine.post(ReleaseChunk(offer.number), heard.append)
     engine.turn(wait=False)
     engine.turn(wait=False)
     assert executor.dropped_chunks == [offer.number for offer in offers]

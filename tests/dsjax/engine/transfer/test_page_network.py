@@ -1,7 +1,5 @@
-"""What a prefill and a decode side say to each other over real connections, and that nothing is kept of a side that goes.
-
-These are the tests of `transfer/messages.py` and `transfer/send_buffers.py` too.
-"""
+"""What a prefill and a decode side say over real connections, and that nothing is kept of a side that goes.
+Also tests `transfer/messages.py` and `transfer/send_buffers.py`."""
 
 import contextlib
 import socket
@@ -9,6 +7,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from engine_pair import prefill_request
@@ -19,21 +18,9 @@ from dsjax.engine.elastic.joining import join_group
 from dsjax.engine.elastic.transfer_processes import endpoint_of, host_of, space_of
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.transfer import messages
 from dsjax.engine.transfer.chunk_network import ChunkServer, RemoteChunks
-from dsjax.engine.transfer.messages import (
-    VERSION,
-    CancelTransfer,
-    ChunkGoneError,
-    ChunkReady,
-    FlushPages,
-    Greeting,
-    PrefillRequest,
-    PublishedChunk,
-    PullDone,
-    ReleaseChunk,
-    TransferFailed,
-    TransfersUnderWay,
-)
+from dsjax.engine.transfer.messages import ChunkGoneError, FlushPages, PublishedChunk, ReleaseChunk, TransferFailed
 from dsjax.engine.transfer.page_network import PrefillServer, RemoteLinks
 from dsjax.engine.transfer.send_buffers import ChunkOwner
 from dsjax.errors import UserError
@@ -69,40 +56,38 @@ def opened():
     return Endpoint("127.0.0.1", local_credentials())
 
 
-def dialer(transport=None, space=None):
-    chunks = RemoteChunks(opened(), transport or FakeTransport(), {}, 60)
-    return RemoteLinks(chunks, space or {})
+def dialer(transport, space=None):
+    return RemoteLinks(RemoteChunks(opened(), transport, {}, 60), space or {})
 
 
-def served(lease: float = 60, **fields):
-    """Make a server in front of an engine without JAX, and its transport. lease: seconds for which it keeps what nobody asks for."""
-    executor = FakeExecutor(transfers=True)
-    engine = PrefillEngine(executor, executor.config, timeout=lease)
-    transport, space = FakeTransport(), {"page_size": 4, **fields}
-    endpoint = opened()
-    chunks = ChunkServer(endpoint, lambda number, take: take(engine.buffers.take(number)), transport, lease)
-    server = PrefillServer(engine, chunks, space, endpoint)
-    engine.buffers.reset([ChunkOwner(endpoint.address)])
-    engine.start()
-    return server, transport
+def engine_of(ranks=1, timeout=60):
+    executor = FakeExecutor(num_ranks=ranks, transfers=True)
+    return PrefillEngine(executor, executor.config, timeout=timeout)
 
 
 class Linked:
-    """A server, and the link of a decode engine to it.
+    """A server in front of an engine without JAX, and the link of a decode engine to it.
+
+    lease: seconds for which the server keeps what nobody asks for. here, there: of the sides' pages.
 
     Attributes:
         messages: what has come from the server, but for what is under way, which may be said any number of times.
     """
 
-    def __init__(self, lease: float = 60, **fields):
-        self.server, self.transport = served(lease, **fields)
-        self.engine, self.messages = self.server.engine, []
-        space = {"page_size": 4, "dtype": "float32"} if fields else {"page_size": 4}
-        self.links = dialer(self.transport, space)
+    def __init__(self, lease: float = 60, here=None, there=None):
+        self.engine, self.transport, endpoint, self.messages = engine_of(timeout=lease), FakeTransport(), opened(), []
+        take = lambda number, take: take(self.engine.buffers.take(number))  # noqa: E731
+        chunks = ChunkServer(endpoint, take, self.transport, lease)
+        self.server = PrefillServer(self.engine, chunks, here or {}, endpoint)
+        self.engine.buffers.reset([ChunkOwner(endpoint.address)])
+        self.engine.start()
+        self.links = dialer(self.transport, there)
         self.link = self.links.link_to(self.server.address)
-        self.link.receive = lambda message: (
-            None if isinstance(message, TransfersUnderWay) else self.messages.append(message)
-        )
+        self.link.receive = self.receive
+
+    def receive(self, message):
+        if not isinstance(message, messages.TransfersUnderWay):
+            self.messages.append(message)
 
     def ask(self, name="a", tokens=33):
         self.link.send(prefill_request(name, range(tokens)))
@@ -113,8 +98,8 @@ class Linked:
         until(lambda: sum(message.count for message in self.messages) == 8)
         return self.messages
 
-    def pull(self, offer, number=None):
-        return self.link.pull(offer.number if number is None else number, None, offer.address)
+    def pull(self, offer):
+        return self.link.pull(offer.number, None, offer.address)
 
     def close(self):
         self.links.close()
@@ -123,24 +108,18 @@ class Linked:
 
 @pytest.fixture
 def linked():
-    with contextlib.ExitStack() as opened:
-
-        def make(*given, **options):
-            made = Linked(*given, **options)
-            opened.callback(made.close)
-            return made
-
-        yield make
+    with contextlib.ExitStack() as made:
+        yield lambda **options: made.enter_context(contextlib.closing(Linked(**options)))
 
 
 def test_the_transport_and_the_version_of_messages_are_of_what_both_sides_have_alike():
     args, loaded = EngineArgs(disaggregation_mode="decode"), SimpleNamespace(page_space={"page_size": 4})
-    own = {"disaggregation_transfer_backend": "jax", "transfer_messages": VERSION}
+    own = {"disaggregation_transfer_backend": "jax", "transfer_messages": messages.VERSION}
     assert space_of(args, loaded) == {"page_size": 4} | own
 
 
 def test_sides_whose_pages_differ_are_told_in_what(linked):
-    sides = linked(dtype="bfloat16")
+    sides = linked(here={"page_size": 4, "dtype": "bfloat16"}, there={"page_size": 4, "dtype": "float32"})
     sides.ask(tokens=9)
     until(lambda: sides.messages)
     assert isinstance(sides.messages[0], TransferFailed)
@@ -153,7 +132,7 @@ def test_a_chunk_that_was_granted_and_not_taken_is_taken_back_when_decode_goes(l
     assert sides.pull(first)["tokens"][0] == [0, 1, 2, 3]
     sides.link.send(ReleaseChunk(first.number))
     with pytest.raises(ChunkGoneError, match="is not kept any more"):
-        sides.pull(first, number=12345)
+        sides.link.pull(12345, None, first.address)
     transport, buffers = sides.transport, sides.engine.buffers
     transport.pulls = False
     with pytest.raises(ChunkGoneError, match="the link is down"):
@@ -169,14 +148,14 @@ def test_a_chunk_that_could_not_be_pulled_is_taken_back_though_decode_says_nothi
     [first, *_], transport, ended = sides.offered(), sides.transport, threading.Event()
     transport.pulls, pull = fault == "hangs", transport.pull
     transport.pull = lambda *arguments: pull(*arguments) if fault == "fails" else ended.wait(60)
-    chunks = RemoteChunks(opened(), transport, {}, 60 if fault == "fails" else 0.5)
+    chunks = RemoteChunks(opened(), transport, {}, 60 if fault == "fails" else 2)
     with pytest.raises(ChunkGoneError, match="the link is down" if fault == "fails" else "does not send chunk"):
         chunks.pull(first.address, first.number, None)
     until(lambda: (transport.pulled, transport.withdrawn, transport.published) == ([], [1], {}))
     ended.set()
-    transport.pulls, transport.pull = True, pull
-    pulled = chunks.pull(first.address, first.number, None)
-    assert pulled["tokens"][0] == [0, 1, 2, 3]  # it is kept until it is released
+    transport.pulls, transport.pull, chunks._timeout = True, pull, 60
+    # It is kept until it is released.
+    assert chunks.pull(first.address, first.number, None)["tokens"][0] == [0, 1, 2, 3]
     until(lambda: (transport.pulled, transport.published) == ([2], {}))
     chunks.endpoint.close()
 
@@ -186,16 +165,15 @@ def test_what_finds_no_room_in_chunks_is_said_to_be_under_way_again_and_again(li
     sides.engine.buffers.room = lambda rank: 0
     sides.link.receive = told.append
     sides.ask()
-    until(lambda: told.count(TransfersUnderWay(["a"])) > 4)  # half a second, which is all that leases have
+    until(lambda: told.count(messages.TransfersUnderWay(["a"])) > 4)  # half a second, which is all that leases have
     del sides.engine.buffers.room
-    until(lambda: sum(message.count for message in told if isinstance(message, ChunkReady)) == 8)
+    until(lambda: sum(message.count for message in told if isinstance(message, messages.ChunkReady)) == 8)
     assert not any(isinstance(message, TransferFailed) for message in told)
 
 
 @pytest.mark.parametrize(("chosen", "computes"), [(0, [3, 0]), (1, [0, 3]), (2, [2, 1]), (None, [2, 1])])
 def test_a_prompt_is_computed_by_the_rank_that_a_router_has_chosen(chosen, computes):
-    executor = FakeExecutor(num_ranks=2, transfers=True)
-    engine = PrefillEngine(executor, executor.config, timeout=60)
+    engine = engine_of(ranks=2)
     server = PrefillServer(engine, None, {}, opened())
     for number in range(3):
         server.prefill([number] * 33, dp_rank=chosen)
@@ -204,13 +182,12 @@ def test_a_prompt_is_computed_by_the_rank_that_a_router_has_chosen(chosen, compu
     server.endpoint.close()
 
 
-def test_what_nobody_asks_for_or_pulls_is_dropped_after_its_lease():
-    server, _ = served(lease=0.5)
-    server.prefill(list(range(33)))
-    until(lambda: server.engine.buffers.pages_sent == 8)
-    until(lambda: server.engine.num_jobs == server.engine.buffers.num_kept == 0)
-    assert server.engine.buffers.expired
-    server.shutdown()
+def test_what_nobody_asks_for_or_pulls_is_dropped_after_its_lease(linked):
+    sides = linked(lease=0.5)
+    sides.server.prefill(list(range(33)))
+    until(lambda: sides.engine.buffers.pages_sent == 8)
+    until(lambda: sides.engine.num_jobs == sides.engine.buffers.num_kept == 0)
+    assert sides.engine.buffers.expired
 
 
 def transfer_threads():
@@ -220,42 +197,34 @@ def transfer_threads():
 def test_a_side_that_cannot_be_reached_is_told_of_once_for_all_that_waits_and_keeps_no_thread(caplog):
     before = transfer_threads()  # some of another test's may still be ending
     nobody = socket.create_server(("127.0.0.1", 0))  # connections are made, and nobody answers until it is closed
-    links = dialer()
+    links = dialer(FakeTransport())
     link = links.link_to(f"127.0.0.1:{nobody.getsockname()[1]}")
-    messages = []
-    link.receive = messages.append
+    heard = []
+    link.receive = heard.append
     for name in "abc":
-        link.send(PrefillRequest(name, b"", 0, 1))
+        link.send(messages.PrefillRequest(name, b"", 0, 1))
     nobody.close()
-    until(lambda: messages)
-    assert "cannot be reached" in messages[0].reason
-    assert len(messages) == len(caplog.records) == 1
+    until(lambda: heard)
+    assert "cannot be reached" in heard[0].reason
+    assert len(heard) == caplog.text.count("cannot be reached") == 1
     until(lambda: transfer_threads() <= before)
-    link.send(PrefillRequest("d", b"", 0, 1))
-    until(lambda: len(messages) == 2)
+    link.send(messages.PrefillRequest("d", b"", 0, 1))
+    until(lambda: len(heard) == 2)
     links.close()
 
 
 def test_a_flush_that_finds_no_prefill_engine_is_the_first_thing_that_the_next_connection_brings(linked, monkeypatch):
-    sides, flushed, reachable = linked(), [], []
-    link, messages = sides.link, sides.messages
+    sides, flushed = linked(), []
+    link, heard, endpoint = sides.link, sides.messages, sides.links.chunks.endpoint
     sides.engine.service.flush_core = lambda: flushed.append(True)
-    endpoint = sides.links.chunks.endpoint
-    connect = endpoint.connect
-
-    def reach(*arguments):
-        if not reachable:
-            raise OSError("no route")
-        return connect(*arguments)
-
-    monkeypatch.setattr(endpoint, "connect", reach)
-    for _ in range(2):
-        link.send(FlushPages())
-    assert link.is_idle, "a flush connects to nobody"
-    sides.ask("b")
-    until(lambda: messages and link.is_idle)
-    assert "cannot be reached" in messages.pop().reason
-    reachable.append(True)
+    with monkeypatch.context() as patch:
+        patch.setattr(endpoint, "connect", Mock(side_effect=OSError("no route")))
+        for _ in range(2):
+            link.send(FlushPages())
+        assert link.is_idle, "a flush connects to nobody"
+        sides.ask("b")
+        until(lambda: heard and link.is_idle)
+        assert "cannot be reached" in heard.pop().reason
     sides.offered()
     assert flushed == [True]
     link.send(FlushPages())
@@ -283,31 +252,23 @@ def test_nothing_is_kept_of_a_side_that_goes_while_its_transport_is_noted():
     class Going:
         """A connection that ends as soon as it was found to be there."""
 
-        def __init__(self):
-            self.was_lost, self.calls = False, []
+        was_lost = False
 
         @property
         def lost(self):
             found, self.was_lost = self.was_lost, True
-            while self.calls:
-                self.calls.pop()()
+            while calls:
+                calls.pop()()
             return found
 
-        def on_lost(self, call):
-            self.calls.append(call)
-
-        def request(self, service, number, kind):
-            answer = Future()
-            answer.set_result(PublishedChunk(number, "there", b"ticket %d" % number))
-            return answer
-
-        def send(self, service, body):
-            assert body.ok
-
-    transport = FakeTransport()
+    transport, calls, answer = FakeTransport(), [], Future()
     transport.published[7] = "chunk"
-    chunks = RemoteChunks(SimpleNamespace(connect=lambda address, role: Going()), transport, {}, 60)
+    answer.set_result(PublishedChunk(7, "there", b"ticket 7"))
+    going = Going()
+    going.on_lost, going.request, going.send = calls.append, lambda *asked: answer, Mock()
+    chunks = RemoteChunks(SimpleNamespace(connect=lambda address, role: going), transport, {}, 60)
     assert chunks.pull("side:1", 7, None) == "chunk"
+    assert going.send.call_args.args[1].ok
     until(lambda: transport.disconnected == ["there"])
     assert (chunks._peers, chunks._transports) == ({}, {})
 
@@ -339,14 +300,14 @@ def test_a_member_that_says_what_it_should_not_harms_nobody_elses_transfers(link
     sides = linked()
     sides.offered()
     stranger = opened()
-    peer = stranger.connect(sides.server.address, "decode")
+    peer, done = stranger.connect(sides.server.address, "decode"), messages.PullDone(1)
     for _ in range(2):  # before it has greeted, and after
-        for message in (CancelTransfer("a"), ReleaseChunk(sides.messages[0].number), "no message", PullDone(1)):
+        for message in (messages.CancelTransfer("a"), ReleaseChunk(sides.messages[0].number), "no message", done):
             peer.send("prefill", message)
-        peer.send("done", PullDone(1))
+        peer.send("done", done)
         with pytest.raises(RefusedError, match="is not kept any more"):
             peer.request("pull", 2**40).result(60)
-        peer.request("prefill", Greeting({"page_size": 4})).result(60)
+        peer.request("prefill", messages.Greeting({})).result(60)
     # What it has others publish for it is its own affair.
     pull = peer.request("pull", sides.messages[0].number, PublishedChunk).result(60)
     sides.link.send(ReleaseChunk(2**40))
@@ -360,17 +321,14 @@ def test_a_member_that_says_what_it_should_not_harms_nobody_elses_transfers(link
 def test_an_engine_that_is_reached_beyond_loopback_needs_a_key_before_it_loads_anything():
     for mode in ("prefill", "decode"):
         args = EngineArgs(disaggregation_mode=mode, transfer_host="192.0.2.1")
-        with pytest.raises(UserError, match=r"192\.0\.2\.1 is beyond the loopback interface.*--cluster-key-file FILE"):
-            join_group(args, None)
-        with pytest.raises(UserError, match="beyond the loopback interface"):
-            endpoint_of(args, None)
+        for begin in (join_group, endpoint_of):
+            with pytest.raises(UserError, match=r"192\.0\.2\.1 is beyond the loopback.*--cluster-key-file FILE"):
+                begin(args, None)
 
 
 def test_a_process_alone_and_one_with_an_address_for_its_transfers_have_an_endpoint_for_them():
-    group = SimpleNamespace(
-        options=SimpleNamespace(address="127.0.0.1", heartbeat_timeout=7),
-        endpoint=SimpleNamespace(credentials=local_credentials()),
-    )
+    group = Mock(**{"options.address": "127.0.0.1", "options.heartbeat_timeout": 7})
+    group.endpoint.credentials = local_credentials()
     args = EngineArgs(disaggregation_mode="prefill", heartbeat_timeout=8)
     assert endpoint_of(args, group) is group.endpoint
     alone, of_address = endpoint_of(args, None), endpoint_of(replace(args, transfer_host="localhost"), group)

@@ -1,9 +1,7 @@
-"""Every transport hands chunks over as they were, from any device to any device, and none that was withdrawn.
+"""Every transport hands chunks over as they were, from any device to any device, and none that was withdrawn. Also tests
+`transfer/transport.py`, `transfer/jax_transport.py`, `transfer/nixl/nixl_transport.py` and `transfer/nixl/agent.py`."""
 
-These are the tests of `transfer/transport.py`, `transfer/jax_transport.py`, `transfer/nixl/nixl_transport.py` and
-`transfer/nixl/agent.py` too.
-"""
-
+import importlib.util
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -12,14 +10,23 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from transports import EACH_BACKEND, NIXL
 
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.transfer import transport as table
 from dsjax.engine.transfer.nixl import nixl_transport
-from dsjax.engine.transfer.transport import open_transport
+from dsjax.engine.transfer.transport import BACKENDS, open_transport
 from dsjax.errors import UserError
 
+
+def _is_missing(name):
+    return importlib.util.find_spec(BACKENDS[name].package) is None
+
+
+NIXL = pytest.mark.skipif(_is_missing("nixl"), reason="NIXL is not installed (pip install 'dsjax[nixl]')")
+EACH_BACKEND = [
+    pytest.param(name, marks=pytest.mark.skipif(_is_missing(name), reason=f"{BACKENDS[name].package} is not installed"))
+    for name in BACKENDS
+]
 SHAPES = {
     "latent": ((1, 16, 3, 4, 100), np.dtype(np.float32)),
     "rope": ((1, 16, 3, 4, 10), np.dtype(ml_dtypes.bfloat16)),
@@ -30,10 +37,8 @@ SHAPES = {
 
 def values(number):
     """Each value tells its place in a chunk, and the chunk."""
-    return {
-        name: ((np.arange(np.prod(shape)).reshape(shape) + number) % 13).astype(dtype)
-        for name, (shape, dtype) in SHAPES.items()
-    }
+    count = lambda shape: (np.arange(np.prod(shape)).reshape(shape) + number) % 13  # noqa: E731
+    return {name: count(shape).astype(dtype) for name, (shape, dtype) in SHAPES.items()}
 
 
 def chunk(number, device=None):
@@ -47,16 +52,20 @@ def is_chunk(pulled, number, device):
         np.testing.assert_array_equal(np.asarray(pulled[name]), expected)
 
 
+def published(sender, chunks):
+    """Publish chunks; return their tickets by number."""
+    return {number: sender.publish(number, one) for number, one in chunks.items()}
+
+
 @pytest.fixture(params=EACH_BACKEND)
 def ends(request):
     return [open_transport(request.param, jax.devices()[0], "127.0.0.1") for _ in range(2)]
 
 
 def test_chunks_come_as_they_were_in_any_order_from_and_to_any_device(ends):
-    sender, receiver = ends
-    devices = jax.devices()
+    (sender, receiver), devices = ends, jax.devices()
     chunks = {number: chunk(number, devices[number % 3]) for number in range(1, 7)}
-    tickets = {number: sender.publish(number, chunks[number]) for number in chunks}
+    tickets = published(sender, chunks)
     for number in (3, 1, 6, 5):
         pulled = receiver.pull(sender.address, number, tickets[number], SHAPES, devices[number % 2])
         is_chunk(pulled, number, devices[number % 2])
@@ -75,9 +84,9 @@ def test_chunks_are_published_and_pulled_in_many_threads_at_once(ends):
     device = jax.devices()[0]
 
     def hand_over(number):
-        published = chunk(number)
-        pulled = receiver.pull(sender.address, number, sender.publish(number, published), SHAPES, device)
-        sender.withdraw(number, published, pulled=True)
+        own = chunk(number)
+        pulled = receiver.pull(sender.address, number, sender.publish(number, own), SHAPES, device)
+        sender.withdraw(number, own, pulled=True)
         is_chunk(pulled, number, device)
         return number
 
@@ -99,10 +108,7 @@ def with_fake_agent(monkeypatch):
 
 
 def test_a_buffer_that_a_chunk_could_not_be_copied_into_is_registered_no_longer(with_fake_agent, monkeypatch):
-    def fail(*arrays):
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(nixl_transport, "_overwrite", fail)
+    monkeypatch.setattr(nixl_transport, "_overwrite", MagicMock(side_effect=RuntimeError("no memory")))
     with pytest.raises(RuntimeError, match="no memory"):
         with_fake_agent.publish(1, chunk(1))
     assert with_fake_agent._agent.registered == []
@@ -121,12 +127,9 @@ def test_a_buffer_that_was_not_read_is_not_used_again(with_fake_agent):
 
 
 def test_nothing_is_kept_of_a_chunk_that_jaxs_server_did_not_take_nor_of_a_process_that_could_not_be_read():
-    def fail(*arguments):
-        raise OSError("the link is down")
-
     side = open_transport("jax", jax.devices()[0], "127.0.0.1")
-    connection = SimpleNamespace(pull=fail)
-    side._server = SimpleNamespace(await_pull=fail, connect=lambda address: connection)
+    fail = MagicMock(side_effect=OSError("the link is down"))
+    side._server = SimpleNamespace(await_pull=fail, connect=lambda address: SimpleNamespace(pull=fail))
     for call in (lambda: side.publish(1, chunk(1)), lambda: side.pull("there", 1, bytes(8), SHAPES, jax.devices()[0])):
         with pytest.raises(OSError, match="the link is down"):
             call()
@@ -135,14 +138,14 @@ def test_nothing_is_kept_of_a_chunk_that_jaxs_server_did_not_take_nor_of_a_proce
 
 def test_a_chunk_has_a_random_number_at_jaxs_server_which_asks_nobody_who_they_are():
     sender, receiver = (open_transport("jax", jax.devices()[0], "127.0.0.1") for _ in range(2))
-    published = {number: chunk(number) for number in (1, 2, 3)}
-    tickets = {number: sender.publish(number, published[number]) for number in published}
+    chunks = {number: chunk(number) for number in (1, 2, 3)}
+    tickets = published(sender, chunks)
     numbers = {int.from_bytes(ticket, "little") for ticket in tickets.values()}
     assert len(numbers) == 3
     assert min(numbers) > 2**32  # nobody comes upon it by counting; below that in one run of a billion
-    for number in published:  # and by its ticket each can be pulled
+    for number in chunks:  # and by its ticket each can be pulled
         is_chunk(receiver.pull(sender.address, 9, tickets[number], SHAPES, jax.devices()[0]), number, jax.devices()[0])
-        sender.withdraw(number, published[number], pulled=True)
+        sender.withdraw(number, chunks[number], pulled=True)
 
 
 def test_a_chunk_that_was_withdrawn_while_it_was_read_is_not_returned(with_fake_agent):
@@ -174,9 +177,8 @@ def test_nixl_registers_as_many_buffers_as_are_needed_at_the_same_time(ends):
     device = jax.devices()[0]
     for number in range(1, 60, 2):
         pair = {each: chunk(each) for each in (number, number + 1)}
-        tickets = {each: sender.publish(each, pair[each]) for each in pair}
-        for each in pair:
-            receiver.pull(sender.address, each, tickets[each], SHAPES, device)
+        for each, ticket in published(sender, pair).items():
+            receiver.pull(sender.address, each, ticket, SHAPES, device)
             sender.withdraw(each, pair[each], pulled=True)
     [sends], [receives] = sender._sends._free.values(), receiver._receives._free.values()
     assert (len(sends), len(receives)) == (2, 1)

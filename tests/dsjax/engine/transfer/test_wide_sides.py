@@ -1,7 +1,5 @@
-"""A prefill and a decode side of several processes make the tokens of one engine; pages go straight from process to process.
-
-These are the tests of `elastic/joining.py`, `elastic/transfer_processes.py` and `transfer/page_chunks.py` too.
-"""
+"""Prefill and decode sides of several processes make one engine's tokens; pages go straight from process to process.
+Also tests `elastic/joining.py`, `elastic/transfer_processes.py` and `transfer/page_chunks.py`."""
 
 import json
 import re
@@ -17,7 +15,7 @@ from listening_sockets import all_loopback, listening_addresses
 from processes import Processes, free_port
 from quick_compilation import FEW_SHAPES
 from side_process import run
-from transports import EACH_BACKEND
+from test_transports import EACH_BACKEND
 from waits import until
 
 from dsjax import LLM
@@ -25,12 +23,8 @@ from dsjax import LLM
 pytestmark = pytest.mark.slow
 
 OPTIONS = FEW_SHAPES | {"max_model_len": 64, "dtype": "float32"}
-OF_SIDES = {
-    "transfer_timeout": 120,  # steps compile at first use, on busy cores
-    "compile_ahead": 0,
-    "heartbeat_timeout": 20,
-    "local_prefill_tokens": 1,
-}
+OF_SIDES = {"compile_ahead": 0, "heartbeat_timeout": 20, "local_prefill_tokens": 1}
+OF_SIDES |= {"transfer_timeout": 120}  # steps compile at first use, on busy cores
 PROMPTS = [np.random.default_rng(i).integers(2, 290, size=20 + 9 * i).tolist() for i in range(4)]
 
 
@@ -38,12 +32,10 @@ class Side(Processes):
     """The processes of one side, each of which runs `side_process.py`. Requests go to the first one."""
 
     def __init__(self, count: int, **options):
-        script, address = str(Path(__file__).with_name("side_process.py")), f"127.0.0.1:{free_port()}"
-        commands, self._heard = [], 0
-        for index in range(count):
-            group = {"coordinator_address": address, "num_processes": count, "process_id": index} if count > 1 else {}
-            commands.append([sys.executable, script, json.dumps({"transfer_host": "127.0.0.1", **group, **options})])
-        super().__init__(commands)
+        script, self._heard = str(Path(__file__).with_name("side_process.py")), 0
+        options |= {"coordinator_address": f"127.0.0.1:{free_port()}", "num_processes": count}
+        each = [json.dumps({"transfer_host": "127.0.0.1", "process_id": index, **options}) for index in range(count)]
+        super().__init__([[sys.executable, script, own] for own in each])
 
     def wait(self) -> "Side":
         """Wait until it serves."""
@@ -55,13 +47,12 @@ class Side(Processes):
         return self._answer()
 
     def keeps_nothing(self) -> bool:
-        """Whether a prefill side keeps nothing."""
         kept = self.ask()
         return kept["jobs"] == kept["chunks"] == kept["pages"] == 0
 
     def close(self) -> list[int]:
         self.processes[0].stdin.close()
-        return self.codes(30)
+        return self.codes(240)
 
     def _answer(self) -> dict:
         answers = lambda: re.findall(r"^(\{.*\})\n", self.output[0], re.MULTILINE)  # noqa: E731
@@ -85,20 +76,14 @@ def expected(checkpoint):
 
 
 @pytest.fixture
-def sides(checkpoint):
-    """Start a prefill and a decode side; give both, and what has all prompts computed by the one and decoded by the other."""
+def start(checkpoint):
+    """Start a prefill and a decode side of three processes each, and wait until they serve."""
     sides = []
 
-    def start(prefill, decode, prefill_mesh, decode_mesh, backend="jax"):
+    def start(backend):
         given = OPTIONS | OF_SIDES | {"model": checkpoint, "disaggregation_transfer_backend": backend}
-        sides.append(Side(prefill, mesh=prefill_mesh, disaggregation_mode="prefill", **given))
-        sides.append(Side(decode, mesh=decode_mesh, disaggregation_mode="decode", **given))
-        return *(side.wait() for side in sides), generate
-
-    def generate(between=lambda: None):
-        said = [[str(index), tokens, sides[0].ask(tokens=tokens)] for index, tokens in enumerate(PROMPTS)]
-        between()
-        return sides[1].ask(requests=said)["token_ids"]
+        sides.extend(Side(3, mesh="dp=3", disaggregation_mode=mode, **given) for mode in ("prefill", "decode"))
+        return [side.wait() for side in sides]
 
     yield start
     for side in sides:
@@ -107,9 +92,15 @@ def sides(checkpoint):
 
 @pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_tokens_are_those_of_one_engine_and_processes_that_leave_or_are_lost_cost_no_request_and_no_page(
-    expected, sides, backend
+    expected, start, backend
 ):
-    prefill, decode, generate = sides(3, 3, "dp=3", "dp=3", backend)
+    prefill, decode = start(backend)
+
+    def generate(between=lambda: None):
+        said = [[str(index), tokens, prefill.ask(tokens=tokens)] for index, tokens in enumerate(PROMPTS)]
+        between()
+        return decode.ask(requests=said)["token_ids"]
+
     # Each prefill process keeps the chunks of its rank.
     assert generate() == expected
     if backend == "jax":  # NIXL's UCX listens at all addresses of this host
@@ -119,7 +110,7 @@ def test_tokens_are_those_of_one_engine_and_processes_that_leave_or_are_lost_cos
     assert (counts["completed"], counts["given_up"], counts["used"]) == (len(PROMPTS), 0, 0)
     until(prefill.keeps_nothing, every=0.05)
     for side in (prefill, decode):
-        leaver, deadline = side.processes[2], time.monotonic() + 120
+        leaver, deadline = side.processes[2], time.monotonic() + 300
         assert generate(lambda leaver=leaver: leaver.send_signal(signal.SIGTERM)) == expected
         while leaver.poll() is None:
             assert generate() == expected
@@ -133,9 +124,7 @@ def test_tokens_are_those_of_one_engine_and_processes_that_leave_or_are_lost_cos
         assert before["mesh"] == mesh
         assert generate() == expected
         after = decode.ask()
-        assert after["completed"] == before["completed"] + len(PROMPTS), (
-            "the prefill processes that have stayed send all"
-        )
+        assert after["completed"] == before["completed"] + len(PROMPTS), "those that have stayed send all"
     for side in (prefill, decode):
         assert generate(side.processes[1].kill) == expected  # the other one goes on alone
         assert generate() == expected

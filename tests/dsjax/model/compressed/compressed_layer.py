@@ -5,9 +5,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from step_model import empty_groups, on_mesh
 from v4_models import v4_config, v4_tensors
 
 from dsjax.checkpoint.load import from_hf_tensors
@@ -85,19 +87,9 @@ class Layer:
     """One layer of a tiny model with its cache on a mesh, whose rows are requests with pages of their own."""
 
     def __init__(
-        self,
-        kind,
-        requests=1,
-        *,
-        drafts=0,
-        mesh="dp=1",
-        topk=16,
-        kernels=PLAIN,
-        windows=WINDOWS,
-        stored=np.float32,
-        scores=IndexScores(),
-        blocks=False,
-    ):
+        self, kind, requests=1, *, drafts=0, mesh="dp=1", topk=16, kernels=PLAIN, windows=WINDOWS, stored=np.float32,
+        scores=IndexScores(), blocks=False,
+    ):  # fmt: skip
         self.config, self.table, params = model(topk, blocks)
         spec = MeshSpec.parse(mesh)
         self.mesh, self.rules, self.kind = spec.build(), Rules.for_mesh(spec), kind
@@ -106,30 +98,14 @@ class Layer:
         self.groups, self.layer = family.groups(range(3), T), KINDS[kind]
         self.sizes = drafts, mesh, topk, kernels, windows, stored, scores, blocks
         self.ranks, self.requests, self.windows = spec.dp_size, requests, windows
-        infos = self.table.infos
-        self.params = {
-            p: jax.device_put(v, self.rules.sharding(self.mesh, infos[p].logical_axes, v.shape))
-            for p, v in params.items()
-        }
+        self.params = on_mesh(self.mesh, self.rules, self.table.infos, params)
         # Page 0 of either kind is nobody's: what is written nowhere may be written there.
-        pages = {"context": requests * CONTEXT + 1, "window": requests * self.windows + 1}
-        own = P(None, spec.batch_axes)
-        self.cache = {
-            name: jax.device_put(
-                np.zeros((len(group.layers), self.ranks * pages[group.table], group.entries, *shape), dtype),
-                NamedSharding(self.mesh, own),
-            )
-            for group in self.groups
-            for name, (shape, dtype) in group.arrays.items()
-        }
-        numbers = np.arange(requests)[:, None]
-        tables = (
-            np.concatenate(
-                [numbers * CONTEXT + np.arange(CONTEXT), numbers * self.windows + np.arange(self.windows)], axis=1
-            )
-            + 1
-        )
-        self.tables = np.broadcast_to(tables.astype(np.int32), (self.ranks, *tables.shape))
+        counts = {"context": CONTEXT, "window": windows}
+        pages = {kind: self.ranks * (requests * count + 1) for kind, count in counts.items()}
+        self.cache = empty_groups(self.groups, pages, NamedSharding(self.mesh, P(None, spec.batch_axes)))
+        own = [1 + np.arange(requests * count).reshape(requests, count) for count in counts.values()]
+        tables = np.concatenate(own, axis=1).astype(np.int32)
+        self.tables = np.broadcast_to(tables, (self.ranks, *tables.shape))
 
     def run(self, p, start, length, *, writes=True, filled=None):
         """Write and attend: tokens ``[ranks, requests, C, …]`` of ``p`` from ``start`` on, of which ``length`` are no padding."""
@@ -145,21 +121,19 @@ class Layer:
     def feed(self, p, starts, lengths, C=LENGTH, **options):
         """``run`` of tokens of one sequence's ``p``, ``[1, S, …]``, the same for every rank; a row each."""
         at = np.clip(np.asarray(starts)[:, None] + np.arange(C), 0, p.entry.shape[1] - 1)
-        part = jax.tree.map(lambda a: jnp.broadcast_to(a[0][at], (self.ranks, *at.shape, *a.shape[2:])), p)
+        part = jax.tree.map(lambda a: np.broadcast_to(np.asarray(a)[0, at], (self.ranks, *at.shape, *a.shape[2:])), p)
         return self.run(part, starts, lengths, **options)
 
     def own(self, request):
         """The arrays of one request of the first rank, of this layer."""
-        found = {}
-        for group in self.groups:
-            if self.layer not in group.layers:
-                continue
-            tables = (
-                self.tables[0, request, :CONTEXT] if group.table == "context" else self.tables[0, request, CONTEXT:]
-            )
-            for name in group.arrays:
-                found[name] = np.asarray(self.cache[name])[group.layers.index(self.layer), tables]
-        return found
+        context, window = np.split(self.tables[0, request], [CONTEXT])
+        tables = {"context": context, "window": window}
+        return {
+            name: np.asarray(self.cache[name])[group.layers.index(self.layer), tables[group.table]]
+            for group in self.groups
+            if self.layer in group.layers
+            for name in group.arrays
+        }
 
 
 @functools.cache
@@ -168,3 +142,35 @@ def whole(kind, topk=16, kernels=PLAIN, blocks=False, **options):
     layer = Layer(kind, topk=topk, kernels=kernels, blocks=blocks, **options)
     p = projected(kind, topk=topk, blocks=blocks)
     return layer, layer.feed(p, [0], [LENGTH])[0, 0], p
+
+
+def assert_chunks_give_the_bits_of_the_whole(kind, sizes, **options):
+    """A prompt in chunks of these sizes, of which those of one token are another program."""
+    reference, expected, p = whole(kind, **options)
+    layer, start = Layer(kind, **options), 0
+    for size in sizes:
+        found = layer.feed(p, [start], [size], 1 if size == 1 else LENGTH)
+        np.testing.assert_array_equal(found[0, 0, :size], expected[start : start + size])
+        start += size
+    assert start == LENGTH
+    jax.tree.map(np.testing.assert_array_equal, layer.own(0), reference.own(0))
+
+
+def assert_rejected_drafts_leave_no_trace(kind, **options):
+    _, expected, p = whole(kind, **options)
+    layer, wrong = Layer(kind, drafts=3, **options), projected(kind, seed=1, blocks=options.get("blocks", False))
+    layer.feed(p, [0], [120])
+    # At 120 a token and three drafts, of which one is right; then from 122 on the right ones, over the states of the wrong.
+    mixed = jax.tree.map(lambda right, other: jnp.concatenate([right[:, :122], other[:, 122:]], axis=1), p, wrong)
+    np.testing.assert_array_equal(layer.feed(mixed, [120], [4], 4)[0, 0, :2], expected[120:122])
+    for start in range(122, 140, 4):
+        np.testing.assert_array_equal(layer.feed(p, [start], [4], 4)[0, 0], expected[start : start + 4])
+
+
+MESHES = pytest.mark.parametrize(("kind", "mesh"), [("window", "tp=4"), ("csa", "dp=2,tp=4"), ("hca", "dp=2")])
+
+
+def assert_a_mesh_gives_the_same_bits(kind, mesh, **options):
+    _, expected, p = whole(kind, **options)
+    for rank in Layer(kind, mesh=mesh, **options).feed(jax.tree.map(np.asarray, p), [0], [LENGTH]):
+        np.testing.assert_array_equal(rank[0], expected)

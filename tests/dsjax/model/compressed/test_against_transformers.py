@@ -11,6 +11,7 @@ import pytest
 from goldens.our_model import COMPILE_QUICKLY
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from step_model import on_mesh
 from v4_models import YARN, v4_config, v4_tensors
 
 from dsjax.checkpoint.convert import convert_checkpoint
@@ -27,11 +28,8 @@ if any(importlib.util.find_spec(name) is None for name in ("torch", "transformer
 if tuple(map(int, version("transformers").split(".")[:2])) < (5, 24):
     pytest.skip("compares with DeepSeek-V4's class of transformers 5.24", allow_module_level=True)
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore::dsjax.checkpoint.errors.CheckpointWarning"),
-]
+WARNINGS = pytest.mark.filterwarnings("ignore::dsjax.checkpoint.errors.CheckpointWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.torch, WARNINGS]
 
 CASES = {
     "windows alone": (v4_config("ww"), 50),
@@ -90,10 +88,8 @@ def test_hidden_states_and_logits_are_those_of_transformers_on_every_mesh(case, 
     table, params = parameter_table(config, weights="f32"), from_hf_tensors(config, tensors)
     for mesh in meshes:
         spec = MeshSpec.parse(mesh)
-        on, rules = spec.build(), Rules.for_mesh(spec)
-        placed = {
-            p: jax.device_put(v, rules.sharding(on, table.infos[p].logical_axes, v.shape)) for p, v in params.items()
-        }
+        on = spec.build()
+        placed = on_mesh(on, Rules.for_mesh(spec), table.infos, params)
         run = jax.jit(lambda params, tokens: table.bind(params)(tokens), compiler_options=COMPILE_QUICKLY)
         found = run(placed, jax.device_put(tokens, NamedSharding(on, P(spec.batch_axes))))
         assert error(found.hidden, hidden) <= 1e-5, mesh
@@ -130,11 +126,8 @@ def test_the_mtp_module_reads_the_streams_through_two_projections():
     tensors, following = v4_tensors(config), torch.from_numpy(tokens[:, 1:])
     with_module = v4_config("wchw", hashed=1)  # a fourth layer, whose names are the module's
     model, *_ = reference(with_module, tensors, tokens[:, :-1])
-    own = {
-        name.removeprefix("model.layers.3."): torch.from_numpy(values)
-        for name, values in tensors.items()
-        if ".layers.3." in name
-    }
+    module = "model.layers.3."
+    own = {name.removeprefix(module): torch.from_numpy(tensors[name]) for name in tensors if name.startswith(module)}
     streams = []
     model.model.layers[2].register_forward_hook(lambda _, __, out: streams.append(out))
 
@@ -144,16 +137,13 @@ def test_the_mtp_module_reads_the_streams_through_two_projections():
     with torch.no_grad():
         model.model(torch.from_numpy(tokens[:, :-1]), use_cache=False)
         embedded = norm("enorm", model.model.embed_tokens(following)) @ own["e_proj.weight"].T
-        x, at = (
-            embedded[:, :, None] + norm("hnorm", streams[0]) @ own["h_proj.weight"].T,
-            torch.arange(following.shape[1]),
-        )
+        x = embedded[:, :, None] + norm("hnorm", streams[0]) @ own["h_proj.weight"].T
+        at = torch.arange(following.shape[1])
         rotation = {"main": model.model.rotary_emb(embedded, position_ids=at[None], layer_type="main")}
         unseen = (at[None] > at[:, None]) | (at[None] <= at[:, None] - raw["sliding_window"])
         mask = torch.zeros(unseen.shape).masked_fill(unseen, -torch.inf)[None, None]
-        x = model.model.layers[3](
-            x, input_ids=following, position_embeddings=rotation, position_ids=at[None], attention_mask=mask
-        )
+        where = {"position_embeddings": rotation, "position_ids": at[None], "attention_mask": mask}
+        x = model.model.layers[3](x, input_ids=following, **where)
         model.model.hc_head.load_state_dict({name: own[f"hc_head.{name}"] for name in model.model.hc_head.state_dict()})
         expected = model.lm_head(norm("shared_head.norm", model.model.hc_head(x))).numpy()
     table, params = parameter_table(config, weights="f32"), from_hf_tensors(config, tensors)

@@ -9,7 +9,7 @@ import pytest
 from goldens.our_model import COMPILE_QUICKLY
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from step_model import pack_rows, placed
+from step_model import empty_groups, pack_rows, placed
 from v4_models import v4_config, v4_tensors
 
 from dsjax.checkpoint.load import from_hf_tensors
@@ -48,24 +48,14 @@ class Step:
 
     def __init__(self, mesh, **options):
         spec = MeshSpec.parse(mesh)
-        self.step = make_step(
-            EngineArgs(mesh=mesh, page_size=T, dtype="float32", **options), CONFIG, spec, spec.build(), mtp=True
-        )
+        args = EngineArgs(mesh=mesh, page_size=T, dtype="float32", **options)
+        self.step = make_step(args, CONFIG, spec, spec.build(), mtp=True)
         self.params = placed(self.step, from_hf_tensors(CONFIG, TENSORS))
-        self.ranks, by_rank = spec.dp_size, P(None, spec.batch_axes)
-        pages = {"context": 2 * PAGES, "window": 2 * WINDOWS}
-        self.cache = {
-            name: jax.device_put(
-                np.zeros((len(group.layers), self.ranks * pages[group.table], group.entries, *shape), dtype),
-                NamedSharding(self.step.mesh, by_rank),
-            )
-            for group in self.step.cache_groups
-            for name, (shape, dtype) in group.arrays.items()
-        }
-
-        self.filled = jax.device_put(
-            np.zeros((self.ranks * pages["window"], T), bool), NamedSharding(self.step.mesh, P(spec.batch_axes))
-        )
+        pages = {"context": spec.dp_size * 2 * PAGES, "window": spec.dp_size * 2 * WINDOWS}
+        by_page = NamedSharding(self.step.mesh, P(None, spec.batch_axes))
+        self.ranks, self.by_rank = spec.dp_size, NamedSharding(self.step.mesh, P(spec.batch_axes))
+        self.cache = empty_groups(self.step.cache_groups, pages, by_page)
+        self.filled = jax.device_put(np.zeros((pages["window"], T), bool), self.by_rank)
         self.program = functools.cache(self._program)
 
     def _program(self, chunk):
@@ -74,30 +64,24 @@ class Step:
         def run(params, cache, filled, packed, following):
             groups, copies = unpack(packed, (shape,)), self.step.placement.tables
             streams, cache, _ = self.step.hidden(params, cache, groups, copies)
-            logits = self.step.logits(params, streams)
-            further, cache, filled, _ = mtp.further(
-                self.step, params, cache, filled, groups, streams, following, copies
-            )
-            return cache, filled, streams, logits, further, self.step.logits(params, further, module=True)
+            given = params, cache, filled, groups, streams, following, copies
+            further, cache, filled, _ = mtp.further(self.step, *given)
+            logits = self.step.logits(params, streams), self.step.logits(params, further, module=True)
+            return cache, filled, streams, logits[0], further, logits[1]
 
         return jax.jit(run, compiler_options=COMPILE_QUICKLY)
 
     def run(self, start, length, chunk):
         """Streams and logits of the sequences' tokens from ``start`` on, ``[ranks, 2, length, …]``, and the MTP module's."""
-        pages = [
-            [*range(row * PAGES, (row + 1) * PAGES), *range(row * WINDOWS, (row + 1) * WINDOWS)] for row in range(2)
-        ]
-        rows = {
-            (rank, row): (TOKENS[row, start : start + length], start, pages[row])
-            for rank in range(self.ranks)
-            for row in range(2)
-        }
+        rows = {}
+        for rank, row in np.ndindex(self.ranks, 2):
+            pages = [page for count in (PAGES, WINDOWS) for page in range(row * count, (row + 1) * count)]
+            rows[rank, row] = (TOKENS[row, start : start + length], start, pages)
         packed = pack_rows((self.ranks, 2), chunk, PAGES + WINDOWS, rows)
         following = np.zeros((self.ranks, 2, chunk), np.int32)
         behind = TOKENS[:, start + 1 : start + length + 1]
         following[:, :, : behind.shape[1]] = behind
-        sharding = NamedSharding(self.step.mesh, P(self.step.spec.batch_axes))
-        packed, following = jax.device_put((packed, following.reshape(self.ranks, -1)), sharding)
+        packed, following = jax.device_put((packed, following.reshape(self.ranks, -1)), self.by_rank)
         self.cache, self.filled, *found = self.program(chunk)(self.params, self.cache, self.filled, packed, following)
         return [np.asarray(one).reshape(self.ranks, 2, chunk, *one.shape[2:])[:, :, :length] for one in found]
 
@@ -105,13 +89,7 @@ class Step:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "options"),
-    [
-        ("dp=1", {}),
-        ("dp=2,tp=4", {}),
-        ("dp=4,ep=2", {}),
-        ("dp=2,ep=1,etp=2", {}),
-        ("dp=2", {"kernels": "plain"}),
-    ],
+    [("dp=1", {}), ("dp=2,tp=4", {}), ("dp=4,ep=2", {}), ("dp=2,ep=1,etp=2", {}), ("dp=2", {"kernels": "plain"})],
     ids=lambda value: value if isinstance(value, str) else value.get("kernels", "native"),
 )
 def test_a_prompt_and_a_decode_have_the_plain_forms_streams_and_logits_and_so_has_the_mtp_module(mesh, options):

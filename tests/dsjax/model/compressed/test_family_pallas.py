@@ -34,7 +34,7 @@ def test_the_pallas_kernels_interpreted_give_what_the_plain_form_gives(kind, top
 def test_pallas_kernels_leave_a_quantised_cache_to_the_plain_form():
     def backend(stored, scores="float"):
         config, spec = model()[0], MeshSpec.parse("dp=1")
-        index = IndexScores.parse(scores, config.v4.indexer.head_dim, False, compressed=True)
+        index = IndexScores.parse(scores, config.v4.indexer.head_dim, False, published="fp4")
         made = Compressed(spec.build(), Rules.for_mesh(spec), config, np.dtype(stored), 0, PALLAS, index)
         return made.backend(FORMS["CC"])
 

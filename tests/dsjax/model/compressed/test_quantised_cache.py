@@ -5,31 +5,29 @@ The references below are NumPy with ml_dtypes' number formats: `act_quant` in bl
 """
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from compressed_layer import KINDS, LENGTH, Layer, model, projected, whole
+from compressed_layer import (
+    KINDS,
+    LENGTH,
+    MESHES,
+    assert_a_mesh_gives_the_same_bits,
+    assert_chunks_give_the_bits_of_the_whole,
+    assert_rejected_drafts_leave_no_trace,
+    model,
+    whole,
+)
 from scipy.linalg import hadamard
 
-from dsjax.model.compressed.precision import (
-    pack_entries,
-    pack_keys,
-    round_queries,
-    unpack_entries,
-    unpack_keys,
-)
+from dsjax.model.compressed.precision import pack_entries, pack_keys, round_queries, unpack_entries, unpack_keys
 from dsjax.model.sparse import IndexScores
 from sharding import fp8
 
 FP4 = IndexScores(fp4=True)
-ROTATED, WIDTH, INDEX, TOPK, HEADS = (
-    4,
-    76,
-    64,
-    16,
-    8,
-)  # of `compressed_layer`: two blocks of unrotated values and of an index key
+QUANTISED = {"stored": fp8.E4M3, "scores": FP4, "blocks": True}
+ROTATED, WIDTH, INDEX, TOPK, HEADS = 4, 76, 64, 16, 8
+"""Of `compressed_layer`: two blocks of unrotated values and of an index key."""
 BF16, E4M3, E2M1 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
 
 
@@ -59,6 +57,13 @@ def side_by_side(x):
     """Index queries or keys with the pairs of rotated values as the published code has them."""
     first, second = np.split(x[..., -ROTATED:], 2, axis=-1)
     return np.concatenate([x[..., :-ROTATED], np.stack([first, second], -1).reshape(first.shape[:-1] + (-1,))], axis=-1)
+
+
+def rounded(name, array, entries=True):
+    """What the published code keeps of a cache array; entries: whether they are in FP8."""
+    if name.startswith("state"):
+        return array
+    return published_fp4(turned(array)) if name == "c4_index" else published_entry(array) if entries else array
 
 
 def turned(x):
@@ -112,17 +117,11 @@ def test_a_number_that_is_not_finite_leaves_a_nan(pack, unpack):
         assert np.isnan(found[1, 3])
 
 
-def stored_numbers(layer):
-    """The numbers of the layer's cache arrays, decoded from their bytes."""
-    found = {}
-    for name, array in layer.own(0).items():
-        if name.startswith("state"):
-            found[name] = array
-        elif name == "c4_index":
-            found[name] = np.asarray(unpack_keys(array, INDEX))
-        else:
-            found[name] = np.asarray(unpack_entries(array, WIDTH, ROTATED))
-    return found
+def decoded(name, array):
+    """The numbers of a quantised cache array's bytes."""
+    if name.startswith("state"):
+        return array
+    return unpack_keys(array, INDEX) if name == "c4_index" else unpack_entries(array, WIDTH, ROTATED)
 
 
 def bytes_of(layer, name):
@@ -133,27 +132,17 @@ def bytes_of(layer, name):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_cached_is_the_published_rounding_of_what_a_float32_cache_has(kind, backend):
     exact, _, _ = whole(kind, kernels=backend, blocks=True)
-    rounded, _, _ = whole(kind, kernels=backend, stored=fp8.E4M3, scores=FP4, blocks=True)
-    found = stored_numbers(rounded)
-    for name, array in exact.own(0).items():
-        expected = array
-        if name == "c4_index":
-            assert bytes_of(rounded, name) == INDEX // 2 + 2
-            expected = published_fp4(turned(array))
-        elif not name.startswith("state"):
-            assert bytes_of(rounded, name) == 72 + 8 + 2 * ROTATED
-            expected = published_entry(array)
-        np.testing.assert_array_equal(found[name], expected, err_msg=name)
+    quantised, _, _ = whole(kind, kernels=backend, **QUANTISED)
+    for name, array in quantised.own(0).items():
+        if not name.startswith("state"):
+            assert bytes_of(quantised, name) == (INDEX // 2 + 2 if name == "c4_index" else 72 + 8 + 2 * ROTATED)
+        np.testing.assert_array_equal(decoded(name, array), rounded(name, exact.own(0)[name]), err_msg=name)
 
 
-def published_attention(kind, numbers, p, rotate_query, round_query):
+def published_attention(kind, numbers, p, round_query):
     """Attention of one sequence's queries to the numbers of a cache, before the result is rotated back."""
     config, _, params = model(blocks=True)
-    (sink,) = (
-        np.asarray(value)[0]
-        for path, value in params.items()
-        if path.startswith(f"{kind}_moe_") and path.endswith(".sink")
-    )
+    (sink,) = (params[path][0] for path in params if path.startswith(f"{kind}_moe_") and path.endswith(".sink"))
     window = numbers["window"].reshape(-1, WIDTH)
     out = np.zeros((LENGTH, HEADS, WIDTH))
     for position in range(LENGTH):
@@ -162,8 +151,7 @@ def published_attention(kind, numbers, p, rotate_query, round_query):
             rate = {"csa": 4, "hca": 128}[kind]
             seen = np.arange((position + 1) // rate)
             if kind == "csa" and len(seen) > TOPK:
-                query = np.asarray(p.index_query)[0, position]
-                query = turned(query) if rotate_query else query
+                query = turned(np.asarray(p.index_query)[0, position])
                 query = published_fp4(query) if round_query else query
                 products = query.astype(float) @ numbers["c4_index"].reshape(-1, INDEX)[seen].T
                 scores = np.asarray(p.index_weight)[0, position] @ np.maximum(products, 0)
@@ -181,9 +169,8 @@ def rotated_back(p, out):
     first, second = np.split(out[..., -ROTATED:], 2, axis=-1)
     turn = (np.asarray(p.rotation.cos) - 1j * np.asarray(p.rotation.sin))[0, :, None]
     pairs = (first + 1j * second) * turn
-    return np.concatenate(
-        [out[..., :-ROTATED], np.stack([pairs.real, pairs.imag], -1).reshape(*out.shape[:-1], ROTATED)], -1
-    )
+    turned_back = np.stack([pairs.real, pairs.imag], -1).reshape(*out.shape[:-1], ROTATED)
+    return np.concatenate([out[..., :-ROTATED], turned_back], -1)
 
 
 @pytest.mark.parametrize(
@@ -198,14 +185,9 @@ def rotated_back(p, out):
 )
 def test_attention_is_the_published_one_to_what_the_published_code_keeps(kind, stored, scores, backend):
     exact, _, p = whole(kind, kernels=backend, blocks=True)
-    numbers = {name: array for name, array in exact.own(0).items() if not name.startswith("state")}
-    for name in numbers:
-        if name == "c4_index":
-            numbers[name] = published_fp4(turned(numbers[name]))
-        elif stored == fp8.E4M3:
-            numbers[name] = published_entry(numbers[name])
+    numbers = {name: rounded(name, array, stored == fp8.E4M3) for name, array in exact.own(0).items()}
     _, out, _ = whole(kind, kernels=backend, stored=stored, scores=scores, blocks=True)
-    expected = rotated_back(p, published_attention(kind, numbers, p, True, scores.fp4))
+    expected = rotated_back(p, published_attention(kind, numbers, p, scores.fp4))
     assert np.abs(out - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
@@ -216,34 +198,15 @@ def test_a_bfloat16_cache_may_keep_index_keys_in_fp4():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_that_cross_pages_and_single_tokens_give_the_same_bits(kind, backend):
-    options = {"kernels": backend, "stored": fp8.E4M3, "scores": FP4, "blocks": True}
-    reference, expected, p = whole(kind, **options)
-    layer, start = Layer(kind, **options), 0
-    for size in (5, 121, 1, 1, 1, 130, 1, 1, 1, 1, 37):
-        found = layer.feed(p, [start], [size], 1 if size == 1 else LENGTH)
-        np.testing.assert_array_equal(found[0, 0, :size], expected[start : start + size])
-        start += size
-    assert start == LENGTH
-    for name, array in layer.own(0).items():
-        np.testing.assert_array_equal(array, reference.own(0)[name], err_msg=name)
+    sizes = (5, 121, 1, 1, 1, 130, 1, 1, 1, 1, 37)
+    assert_chunks_give_the_bits_of_the_whole(kind, sizes, kernels=backend, **QUANTISED)
 
 
 def test_rejected_drafts_leave_the_bits_of_no_drafts_in_fp8(backend):
-    options = {"kernels": backend, "stored": fp8.E4M3, "scores": FP4, "blocks": True}
-    _, expected, p = whole("csa", **options)
-    layer, wrong = Layer("csa", drafts=3, **options), projected("csa", seed=1, blocks=True)
-    layer.feed(p, [0], [120])
-    mixed = jax.tree.map(lambda right, other: jnp.concatenate([right[:, :122], other[:, 122:]], axis=1), p, wrong)
-    np.testing.assert_array_equal(layer.feed(mixed, [120], [4], 4)[0, 0, :2], expected[120:122])
-    for start in range(122, 140, 4):
-        np.testing.assert_array_equal(layer.feed(p, [start], [4], 4)[0, 0], expected[start : start + 4])
+    assert_rejected_drafts_leave_no_trace("csa", kernels=backend, **QUANTISED)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "mesh"), [("window", "tp=4"), ("csa", "dp=2,tp=4"), ("hca", "dp=2")])
+@MESHES
 def test_every_mesh_gives_the_same_bits_in_fp8(kind, mesh, backend):
-    options = {"kernels": backend, "stored": fp8.E4M3, "scores": FP4, "blocks": True}
-    _, expected, p = whole(kind, **options)
-    found = Layer(kind, mesh=mesh, **options).feed(jax.tree.map(np.asarray, p), [0], [LENGTH])
-    for rank in found:
-        np.testing.assert_array_equal(rank[0], expected)
+    assert_a_mesh_gives_the_same_bits(kind, mesh, kernels=backend, **QUANTISED)

@@ -1,7 +1,6 @@
 """Hyper-connections: a token's streams as it would have them alone, by the native kernels and in JAX."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -18,9 +17,7 @@ def streams(n, *, ends=False, width=37, seed=0, **options):
     config = ModelConfig.from_dict(v4_config("w", hc_mult=n, hidden_size=width, **options))
     table = ParameterTable.of(Streams(Declaration("f32", "cpu"), config, ends=ends))
     rng = np.random.default_rng(seed)
-    return table.bind(
-        {path: jnp.asarray(rng.normal(0, 0.1, info.shape), jnp.float32) for path, info in table.infos.items()}
-    )
+    return table.bind({path: np.float32(rng.normal(0, 0.1, info.shape)) for path, info in table.infos.items()})
 
 
 def through(connection, x, y):

@@ -20,7 +20,7 @@ from dsjax.model.paging import Rows
 from dsjax.model.parameters import storage_dtype
 from dsjax.model.sparse import IndexProjections, IndexScores
 from dsjax.model.sparse import attend as sparse_attend
-from dsjax.model.sparse.attend import INDEX_ARRAYS, Chosen
+from dsjax.model.sparse.attend import INDEX_ARRAYS, SparseMLA
 from dsjax.model.transformer import Projections
 from sharding import MeshSpec, Rules, fp8
 
@@ -32,12 +32,11 @@ I, A, TOPK = CONFIG.mla.indexer.n_heads, CONFIG.mla.indexer.head_dim, CONFIG.mla
 G, PAGES, R = 4, 100, 2
 
 
-def attention(form: str, *, cache_dtype=np.float32, dense=False, topk=TOPK, **options) -> PagedMLA:
-    spec = MeshSpec.parse("dp=1")
+def attention(form: str, *, dense=False, topk=TOPK, **options) -> PagedMLA:
+    spec, family = MeshSpec.parse("dp=1"), PagedMLA if dense else SparseMLA
     config = ModelConfig.from_dict(TINY if dense else TINY | MODELS["v3.2"] | {"index_topk": topk})
-    mesh, rules = spec.build(jax.devices()[:1]), Rules.for_mesh(spec)
-    family = PagedMLA if dense else Chosen
-    return family(mesh, rules, config, FORMS[form].layouts[0], np.dtype(cache_dtype), **options)
+    given = spec.build(jax.devices()[:1]), Rules.for_mesh(spec), config, FORMS[form].layouts[0]
+    return family(*given, np.dtype(np.float32), **options)
 
 
 @functools.cache
@@ -48,12 +47,15 @@ def drawn(pages: int):
     S = pages * G
     stored = SimpleNamespace(weight=SimpleNamespace(info=SimpleNamespace(dtype=jnp.float32)))
     mla = SimpleNamespace(key_value_weight=lambda dtype, w=(draw(M, H, N), draw(M, H, U)): w, kv_b=stored)
-    index = IndexProjections(draw(1, R, S, I, A), draw(1, R, S, I), draw(1, R, S, A))
-    p = Projections(
-        draw(1, R, S, H, N), draw(1, R, S, H, O), draw(1, R, S, 24), draw(1, R, S, M), draw(1, R, S, O), index
-    )
     tables = rng.permutation(np.arange(1, PAGES))[: R * pages].reshape(1, R, pages)
-    return mla, p, tables
+    return mla, projections(draw, R, S), tables
+
+
+def projections(make, R, S):
+    """The projections of S tokens of each row. make: an array of a shape."""
+    index = [make(1, R, S, *own) for own in ((I, A), (I,), (A,))]
+    own = [make(1, R, S, *own) for own in ((H, N), (H, O), (24,), (M,), (O,))]
+    return Projections(*own, IndexProjections(*index))
 
 
 def run(paged: PagedMLA, form: str, pages: int, chunk: int, start: int, filled=None):
@@ -62,10 +64,8 @@ def run(paged: PagedMLA, form: str, pages: int, chunk: int, start: int, filled=N
     positions = np.arange(pages * G)
     slots = (tables[..., positions // G] * G + positions % G).reshape(1, -1)
     flat = jax.tree.map(lambda a: a.reshape(1, -1, *a.shape[3:]), p)
-    cache = {
-        name: jnp.zeros((1, PAGES, G, *width), storage_dtype(dtype, "cpu"))
-        for name, (width, dtype) in paged.arrays.items()
-    }
+    empty = lambda width, dtype: jnp.zeros((1, PAGES, G, *width), storage_dtype(dtype, "cpu"))  # noqa: E731
+    cache = {name: empty(*kept) for name, kept in paged.arrays.items()}
     part = jax.tree.map(lambda a: a[:, :, start : start + chunk], p)
     if paged.config.mla.indexer is None:
         flat, part = (dataclasses.replace(one, index=None) for one in (flat, part))
@@ -75,15 +75,8 @@ def run(paged: PagedMLA, form: str, pages: int, chunk: int, start: int, filled=N
     def both(flat, part, cache, filled):
         tokens = SimpleNamespace(slots=jnp.asarray(slots))
         written = paged.cache_entries(mla, cache, jnp.int32(0), tokens, flat)
-        return paged.attend(
-            mla,
-            FORMS[form],
-            written,
-            jnp.int32(0),
-            None,
-            Rows(jnp.asarray(at), jnp.asarray(tables), None, filled),
-            part,
-        )
+        rows = Rows(jnp.asarray(at), jnp.asarray(tables), None, filled)
+        return paged.attend(mla, FORMS[form], written, jnp.int32(0), None, rows, part)
 
     return np.asarray(both(flat, part, cache, filled))[0]
 
@@ -117,14 +110,8 @@ PALLAS = {"kernels": Kernels(pallas=PallasKernels(interpret=True))}
 
 @pytest.mark.parametrize(
     ("form", "pages", "chunk", "start", "options"),
-    [
-        ("CC", 9, 7, 6, {}),
-        ("A_CC", 9, 1, 30, {}),
-        ("A_CC_ME", 45, 5, 170, {}),
-        ("CC", 45, 5, 170, {}),
-        ("A_CC_ME", 9, 7, 6, PALLAS),
-    ],
-)
+    [("CC", 9, 7, 6, {}), ("A_CC", 9, 1, 30, {}), ("A_CC_ME", 45, 5, 170, {}), ("CC", 45, 5, 170, {}), ("A_CC_ME", 9, 7, 6, PALLAS)],
+)  # fmt: skip
 def test_each_query_attends_to_what_a_loop_over_queries_would_choose(form, pages, chunk, start, options):
     found = run(attention(form, **options), form, pages, chunk, start)
     # Float32 sums of at most 16 terms in another order, of values up to 4.
@@ -148,21 +135,15 @@ def test_positions_that_hold_nothing_are_not_chosen(form):
     np.testing.assert_allclose(found, expected(9, 7, 16, hidden=hidden), atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("form", "pages", "chunk", "start"),
-    [
-        ("CC", 45, 7, 40),
-        ("A_CC", 45, 1, 46),
-    ],
-)
-def test_a_context_that_is_chosen_whole_gives_the_bits_of_dense_attention(form, pages, chunk, start):
+@pytest.mark.parametrize(("form", "chunk", "start"), [("CC", 7, 40), ("A_CC", 1, 46)])
+def test_a_context_that_is_chosen_whole_gives_the_bits_of_dense_attention(form, chunk, start):
     """Page tables have room for more than ``index_topk``, so that the choice is made; 45 pages are two blocks of the dense form."""
-    sparse = run(attention(form, topk=start + chunk), form, pages, chunk, start)
-    np.testing.assert_array_equal(sparse, run(attention(form, dense=True), form, pages, chunk, start))
+    sparse = run(attention(form, topk=start + chunk), form, 45, chunk, start)
+    np.testing.assert_array_equal(sparse, run(attention(form, dense=True), form, 45, chunk, start))
 
 
 def test_where_no_context_can_be_longer_nothing_is_scored(monkeypatch):
-    monkeypatch.setattr(sparse_attend, "Choice", Mock(side_effect=AssertionError("the choice was made")))
+    monkeypatch.setattr(sparse_attend, "TokenSelector", Mock(side_effect=AssertionError("the choice was made")))
     run(attention("CC", topk=36), "CC", 9, 7, 6)
     with pytest.raises(AssertionError, match="the choice was made"):
         run(attention("CC", topk=35), "CC", 9, 7, 6)
@@ -180,18 +161,11 @@ def test_scores_of_a_long_prompt_are_never_there_all_at_once():
     """The largest array of a program for 512 queries and 32,768 positions holds a fraction of the 16 M scores."""
     C, pages = 512, 32768 // 16
     paged = attention("A_CC_ME", topk=512)
-    shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)  # noqa: E731
-    index = IndexProjections(shape(1, 1, C, I, A), shape(1, 1, C, I), shape(1, 1, C, A))
-    p = Projections(
-        shape(1, 1, C, H, N), shape(1, 1, C, H, O), shape(1, 1, C, 24), shape(1, 1, C, M), shape(1, 1, C, O), index
-    )
+    shape = lambda *s, dtype=jnp.float32: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
     cache = {name: shape(1, pages, 16, *width) for name, (width, _) in paged.arrays.items()}
-    rows = Rows(jax.ShapeDtypeStruct((1, 1, C), jnp.int32), jax.ShapeDtypeStruct((1, 1, pages), jnp.int32))
+    rows = Rows(shape(1, 1, C, dtype=jnp.int32), shape(1, 1, pages, dtype=jnp.int32))
     mla = SimpleNamespace(key_value_weight=lambda dtype: (jnp.ones((M, H, N)), jnp.ones((M, H, U))))
     for form in ("A_CC_ME", "CC"):
-        text = str(
-            jax.make_jaxpr(
-                lambda cache, rows, p, f=FORMS[form]: paged.attend(mla, f, cache, jnp.int32(0), None, rows, p)
-            )(cache, rows, p)
-        )
+        run = lambda *given, f=FORMS[form]: paged.attend(mla, f, given[0], jnp.int32(0), None, *given[1:])  # noqa: E731
+        text = str(jax.make_jaxpr(run)(cache, rows, projections(shape, 1, C)))
         assert f"{C},{pages * 16}]" not in text.replace(" ", "")

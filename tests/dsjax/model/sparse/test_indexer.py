@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from scipy.linalg import hadamard
 
 from dsjax.config import load_config
 from dsjax.errors import UserError
-from dsjax.model.parameter_counts import mla_parameters
+from dsjax.model.parameter_counts import attention_parameters
 from dsjax.model.parameter_table import abstract_parameters
 from dsjax.model.parameters import Declaration, multiply
 from dsjax.model.rope import Rotation
@@ -23,17 +24,10 @@ SMALL = dataclasses.replace(
 )
 
 
-def hadamard(width: int) -> np.ndarray:
-    matrix = np.ones((1, 1))
-    while len(matrix) < width:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix / np.sqrt(width)
-
-
 def test_rotation_is_the_product_with_a_hadamard_matrix():
     x = np.random.default_rng(0).standard_normal((3, 2, 128)).astype(np.float32)
     found = np.asarray(IndexScores(fp8=True).rotate(jnp.asarray(x)))
-    np.testing.assert_allclose(found, x @ hadamard(128), atol=1e-5)
+    np.testing.assert_allclose(found, x @ hadamard(128) / 128**0.5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("model", "pairs"), [("deepseek-v3.2", ((0, 2), (1, 3))), ("glm-5", ((0, 1), (2, 3)))])
@@ -68,7 +62,7 @@ def test_queries_in_fp8_are_numbers_of_fp8_times_a_scale(powers):
 def test_what_an_option_means_is_said_where_it_cannot_be():
     assert IndexScores.parse("fp8", 128, True) == IndexScores(True, True)
     assert IndexScores.parse("float", None, False) == IndexScores()
-    assert IndexScores.parse("fp4", 128, True, compressed=True) == IndexScores(powers=True, fp4=True)
+    assert IndexScores.parse("fp4", 128, True, published="fp4") == IndexScores(powers=True, fp4=True)
     with pytest.raises(UserError, match="rounds this model's index queries and keys to fp8"):
         IndexScores.parse("fp4", 128, False)
     with pytest.raises(UserError, match="has no indexer"):
@@ -80,19 +74,13 @@ def test_what_an_option_means_is_said_where_it_cannot_be():
 def test_the_indexers_parameters_are_as_many_as_are_counted_and_in_fp8_where_the_checkpoint_has_them_so():
     infos = abstract_parameters(V32)
     one = [info.shape[1:] for path, info in infos.items() if path.startswith("moe_layers.attn.indexer.")]
-    assert sum(int(np.prod(shape)) for shape in one) == mla_parameters(V32) - mla_parameters(load_config("deepseek-v3"))
+    assert sum(int(np.prod(shape)) for shape in one) == attention_parameters(V32) - attention_parameters(
+        load_config("deepseek-v3")
+    )
     infos = abstract_parameters(V32, weights="fp8")
-    kept = {
-        path.split("indexer.")[1]: info.dtype.name
-        for path, info in infos.items()
-        if "dense_layers.attn.indexer" in path
-    }
+    stem = "dense_layers.attn.indexer."
+    kept = {path.removeprefix(stem): info.dtype.name for path, info in infos.items() if path.startswith(stem)}
     assert kept == {
-        "query.weight": "float8_e4m3fn",
-        "query.scale": "float32",
-        "key.weight": "float8_e4m3fn",
-        "key.scale": "float32",
-        "key_norm.scale": "bfloat16",
-        "key_norm.bias": "bfloat16",
-        "head_weights.weight": "bfloat16",
-    }
+        "query.weight": "float8_e4m3fn", "query.scale": "float32", "key.weight": "float8_e4m3fn", "key.scale": "float32",
+        "key_norm.scale": "bfloat16", "key_norm.bias": "bfloat16", "head_weights.weight": "bfloat16",
+    }  # fmt: skip
