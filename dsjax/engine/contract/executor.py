@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from dsjax.engine.contract.commands import Command
@@ -101,6 +101,12 @@ class ExecutorLimits:
     def max_pages(self) -> int:
         """Entries of a slot's page table, without the ring of window pages."""
         return -(-self.max_model_len // self.page_size)
+
+    @property
+    def of_programs(self) -> ExecutorLimits:
+        """Limits that compiled programs depend on: those without offload tiers and transfers."""
+        offloading = {"host_pages_per_rank": 0, "host_windows_per_rank": 0, "disk_pages": 0, "disk_page_bytes": 0}
+        return replace(self, **offloading, disk_pages_per_window=1, transfers=False, moves_pages=False)
 
 
 @dataclass(frozen=True, eq=False)

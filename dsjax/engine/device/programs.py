@@ -85,7 +85,7 @@ class Programs(LoweredPrograms):
         super().__init__(step, params, state, limits, experts_per_exchange, experts)
         self.put_rows = RepeatedPut(self.rows)
         self.meet = meet or (lambda: None)
-        parts = type(self), self._step, self._params, self._state, limits, experts_per_exchange
+        parts = type(self), self._step, self._params, self._state, limits.of_programs, experts_per_exchange
         shelf = Shelf(library, step.mesh, parts, self._compiler_options)
         self.store = CompiledPrograms(self.lower, self.meet, shelf)
         self._is_dropped, self.compiled_beside = False, frozenset()

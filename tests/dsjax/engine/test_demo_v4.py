@@ -9,7 +9,7 @@ from dsjax import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = ["def main(", "import os\nimport sys\n\n\nclass Queue:\n", "# " + "value = 1\n" * 40]
-SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "prefill_chunk": 64, "max_model_len": 256, "dtype": "float32"}
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "prefill_chunk": 32, "max_model_len": 256, "dtype": "float32"}
 
 pytestmark = pytest.mark.slow
 

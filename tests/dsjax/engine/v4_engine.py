@@ -74,7 +74,9 @@ def one_devices(checkpoint, **options):
 
 def drafted_and_preempted(checkpoint, **options):
     """An engine with drafts on so few pages that requests wait for window pages, and pages are soon another's."""
-    llm = engine(checkpoint, mesh="dp=1", cache_tokens=LONGEST, **options, **DRAFTS)
+    llm = engine(checkpoint, mesh="dp=1", **options, **DRAFTS)
     (rank,) = llm.engine.core.scheduler.ranks
+    # Taken from the pool, not left out of the cache, so that all engines with drafts share programs.
+    rank.pool.allocate(rank.pool.num_free - LONGEST // G)
     rank.pool.allocate(rank.pool.num_free_windows - 9, windows=True)
     return llm, rank

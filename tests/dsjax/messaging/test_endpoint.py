@@ -24,7 +24,7 @@ from dsjax.messaging.endpoint import PING, _dial_error
 HOST = "127.0.0.1"
 SECONDS = 60.0
 SILENCE = 4.0
-"""Of endpoints that lose a process: a busy machine may give one no core for a second."""
+"""Timeout of endpoints that lose a process: long, because a busy machine may stall a process for a second."""
 
 
 @pytest.fixture

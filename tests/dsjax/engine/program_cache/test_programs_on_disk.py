@@ -1,6 +1,7 @@
 """An engine's programs on disk: two of one name are the same to the letter, and an engine that is made again traces none."""
 
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from layouts import write_checkpoint
@@ -34,10 +35,14 @@ STEPS = [
 """Options that a step depends on, one by one. What the engine adds to them (drafts, balancing) is in the parameters and the state."""
 
 
-def programs_of(folder: ProgramFolder, options: dict):
+OFFLOADING = {"host_pages_per_rank": 8, "disk_pages": 4, "disk_page_bytes": 64, "transfers": True, "moves_pages": True}
+"""Limits that no program depends on."""
+
+
+def programs_of(folder: ProgramFolder, options: dict, **limits):
     """Give of some of a step's programs the name on disk, and a function that lowers it to what the compiler is given."""
     step = tiny(**options)
-    limits = limits_of(step.spec.dp_size)
+    limits = replace(limits_of(step.spec.dp_size), **limits)
     state = device_state.describe(step, limits, 0)
     programs = Programs(step, step.abstract_parameters(), state, limits, library=ProgramLibrary(folder))
     for key in (("step", programs.shape(Rectangle(2, 1), None), False), ("admit",)):
@@ -51,11 +56,11 @@ def programs_of(folder: ProgramFolder, options: dict):
 def test_programs_of_one_name_are_the_same_to_the_letter(tmp_path):
     """Only programs that share a name are lowered: a name of its own leads to no other text."""
     folder, by_name = ProgramFolder.inside(tmp_path), defaultdict(list)
-    for options in (*STEPS, STEPS[7]):
-        for name, lower in programs_of(folder, options):
+    for options, limits in (*((options, {}) for options in (*STEPS, STEPS[7])), (STEPS[7], OFFLOADING)):
+        for name, lower in programs_of(folder, options, **limits):
             by_name[name].append(lower)
-    shared = [lowers for lowers in by_name.values() if len(lowers) > 1]
-    assert len(shared) >= 2, "the programs of the step that is described twice"
+    shared = [lowers for lowers in by_name.values() if len(lowers) > 2]
+    assert len(shared) >= 2, "the programs of the step that is described three times"
     for first, *others in shared:
         text = first()
         assert all(other() == text for other in others)
