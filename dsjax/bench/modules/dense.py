@@ -295,9 +295,8 @@ def _wire(setting: Setting) -> WireFormat:
 
 
 def _quantisation(setting: Setting, count: int, variant: str) -> PreparedCase:
-    wire, K = _wire(setting), max(1, setting.config.num_experts_per_tok)
-    x = setting.random((count, setting.config.hidden_size))
-    ids, weights = jnp.zeros((count, K), jnp.int32), jnp.zeros((count, K), jnp.float32)
+    wire, x = _wire(setting), setting.random((count, setting.config.hidden_size))
+    ids, weights = (jnp.zeros((count, wire.top_k), dtype) for dtype in (jnp.int32, jnp.float32))
 
     # Put one value of the previous result into the input, so that each iteration depends on the one before.
     if variant == "quantise":
