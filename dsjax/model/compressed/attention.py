@@ -96,8 +96,7 @@ class CompressedAttention(nnx.Module):
 
     def __call__(self, x: Float[Array, "B S D"], given) -> tuple[Float[Array, "B S D"], Float[Array, ""] | None]:
         """Apply causal self-attention. Also return the observed value in "csa" layers. given: a ``transformer.Pass``."""
-        products = {"multiply": given.products.multiply, "normalise": given.products.normalise}
-        p = self.project(x, given.rotation, **products)
+        p = self.project(x, given.rotation, multiply=given.products.multiply, normalise=given.products.normalise)
         heads, observed = self.attend_observed(p, given.products.observe)
         return self.output(heads, given.products.multiply), observed
 
