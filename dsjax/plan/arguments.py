@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from dsjax.config import ModelConfig, load_config
 from dsjax.errors import UserError
@@ -34,7 +33,7 @@ _CONTEXT = "Context length of every request (step) or of the longest (fit). Defa
 class LayoutArgs(Checked):
     """Options of every subcommand: model, cluster, engine, lengths, and formats of weights and caches.
 
-    `needs` of an option: the options, with their values, without which it would be ignored. `excludes`: options that conflict with it.
+    `needs` of an option: other options that must be given, with their allowed values (none: any). `excludes`: options that conflict.
     """
 
     model: str = option("deepseek-v3", "Bundled model name, or directory with config.json.")
@@ -77,13 +76,14 @@ class LayoutArgs(Checked):
         fields = {field.name: field for field in dataclasses.fields(self)}
         given_fields = [field for name, field in fields.items() if getattr(self, name) != field.default]
         for field in given_fields:
-            for name, values in field.metadata.get("needs", {}).items():
+            for name, allowed in field.metadata.get("needs", {}).items():
                 value = getattr(self, name)
-                if value not in values if values else not value:
-                    needed = f"{flag_of(fields[name])} {' or '.join(values)}".rstrip()
+                if not (value in allowed if allowed else value):
+                    needed = f"{flag_of(fields[name])} {' or '.join(allowed)}".rstrip()
                     raise UserError(f"{flag_of(field)} needs {needed}; give that too, or leave {flag_of(field)} out")
-            for other in (other for other in given_fields if other.name in field.metadata.get("excludes", ())):
-                raise UserError(f"{flag_of(field)} and {flag_of(other)} exclude each other; leave one of them out")
+            for other in given_fields:
+                if other.name in field.metadata.get("excludes", ()):
+                    raise UserError(f"{flag_of(field)} and {flag_of(other)} exclude each other; leave one of them out")
 
     def question(self) -> Question:
         """Return the question. Options that a subcommand does not have take their defaults.
@@ -91,13 +91,14 @@ class LayoutArgs(Checked):
         Raises:
             UserError: a file cannot be read, or values are incompatible.
         """
-        a = SimpleNamespace(**_DEFAULTS | vars(self))
-        config = load_config(a.model)
-        measured = read_measured(a.measured, config) if a.measured else None
-        cluster = _cluster(a, find_cluster(a.cluster, measured))
-        workload = _workload(a)
-        objective = Objective(a.ttft_ms and a.ttft_ms / 1e3, a.tpot_ms and a.tpot_ms / 1e3, a.throughput)
-        return Question(config, cluster, workload, objective, PlanOptions(**_options(a, config, measured)))
+        args = SimpleNamespace(**_DEFAULTS | vars(self))
+        config = load_config(args.model)
+        measured = read_measured(args.measured, config) if args.measured else None
+        cluster = _cluster(args, find_cluster(args.cluster, measured))
+        workload = _workload(args)
+        ttft, tpot = (ms and ms / 1e3 for ms in (args.ttft_ms, args.tpot_ms))
+        objective = Objective(ttft, tpot, args.throughput)
+        return Question(config, cluster, workload, objective, _options(args, config, measured))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,58 +244,59 @@ _DEFAULTS = {
 }
 
 
-def _cluster(a: SimpleNamespace, cluster: Cluster) -> Cluster:
-    refuse("cluster", o=a, cluster=cluster)
-    if a.price_per_hour is not None:
-        chip = dataclasses.replace(cluster.hardware, price_per_hour=a.price_per_hour)
+def _cluster(args: SimpleNamespace, cluster: Cluster) -> Cluster:
+    refuse("cluster", o=args, cluster=cluster)
+    if args.price_per_hour is not None:
+        chip = dataclasses.replace(cluster.hardware, price_per_hour=args.price_per_hour)
         cluster = dataclasses.replace(cluster, hardware=chip)
-    if a.network is not None:
-        network = read_network(a.network)
+    if args.network is not None:
+        network = read_network(args.network)
         refuse("network", device=network.device, hardware=cluster.hardware, cluster=cluster.name)
         cluster = dataclasses.replace(cluster, measured=network)
-    return cluster.resized(a.hosts) if a.hosts else cluster
+    return cluster.resized(args.hosts) if args.hosts else cluster
 
 
-def _workload(a: SimpleNamespace) -> Workload:
-    rate = None if a.request_rate == math.inf else a.request_rate
-    load = {"concurrency": a.max_concurrency, "rate": rate, "prefix_hit": a.prefix_hit}
-    load["decoding_at"] = a.context and float(a.context)
-    if a.classes:
-        return Workload.of_classes([RequestClass.parse(text) for text in a.classes], **load)
-    lengths = [Lengths.parse(a.input_tokens or "2000", "--input"), Lengths.parse(a.output_tokens or "500", "--output")]
-    if a.random_range_ratio is not None:
-        lengths = [length.around(a.random_range_ratio) for length in lengths]
+def _workload(args: SimpleNamespace) -> Workload:
+    rate = None if args.request_rate == math.inf else args.request_rate
+    context = args.context and float(args.context)
+    load = {"concurrency": args.max_concurrency, "rate": rate, "prefix_hit": args.prefix_hit, "decoding_at": context}
+    if args.classes:
+        return Workload.of_classes([RequestClass.parse(text) for text in args.classes], **load)
+    input_text, output_text = args.input_tokens or "2000", args.output_tokens or "500"
+    lengths = [Lengths.parse(input_text, "--input"), Lengths.parse(output_text, "--output")]
+    if args.random_range_ratio is not None:
+        lengths = [length.around(args.random_range_ratio) for length in lengths]
     return Workload(*lengths, **load)
 
 
-def _options(a: SimpleNamespace, config: ModelConfig, measured: Measured | None) -> dict[str, Any]:
-    engine = find_engine(a.engine).serving(config)
-    if a.fp8_gemm_backend == "flashinfer_trtllm":
+def _options(args: SimpleNamespace, config: ModelConfig, measured: Measured | None) -> PlanOptions:
+    engine = find_engine(args.engine).serving(config)
+    if args.fp8_gemm_backend == "flashinfer_trtllm":
         engine = dataclasses.replace(engine, fp8_rate=FLASHINFER_FP8_RATE)
-    experts = a.expert_mesh and a.expert_mesh.replace("ep=", "dp=")
-    meshes = [_mesh(text) for text in (a.prefill_mesh, a.decode_mesh, a.attention_mesh, experts)]
-    return {
-        "engine": engine,
-        "precision": engine.precision(choose_precision(a.precision, a.kv_cache_dtype, config, measured)),
-        "drafts": a.mtp,
-        "acceptance": read_acceptance(a.mtp_acceptance),
-        "redundant": a.redundant_experts,
-        "skew": read_skew(a.expert_skew),
-        "overlap": a.two_batch_overlap,
-        "modes": _MODES.get(a.mode, _MODES["both"]),
-        "prefill_tokens": a.prefill_tokens,
-        "max_devices": a.max_devices,
-        "dispatch": a.dispatch or engine.dispatch,
-        "compiled": tuple(read_dry_run(path) for path in a.compiled or ()),
-        "mesh": _mesh(a.mesh),
-        "measured": measured,
-        "operators": operator_tables(a.operators),
-        "pins": Pins(*meshes[:2], a.prefill_instances, a.decode_instances, *meshes[2:]),
-        "widest": a.max_devices_per_instance,
-        "fused": a.enable_shared_experts_fusion,
-        "afd_stages": a.num_afd_stages,
-        "stages": (1, *(a.stages or ())),
-    }
+    prefill, decode, attention = map(_mesh, (args.prefill_mesh, args.decode_mesh, args.attention_mesh))
+    experts = _mesh(args.expert_mesh and args.expert_mesh.replace("ep=", "dp="))
+    return PlanOptions(
+        engine=engine,
+        precision=engine.precision(choose_precision(args.precision, args.kv_cache_dtype, config, measured)),
+        drafts=args.mtp,
+        acceptance=read_acceptance(args.mtp_acceptance),
+        redundant=args.redundant_experts,
+        skew=read_skew(args.expert_skew),
+        overlap=args.two_batch_overlap,
+        modes=_MODES.get(args.mode, _MODES["both"]),  # --mode of plan step has other values
+        prefill_tokens=args.prefill_tokens,
+        max_devices=args.max_devices,
+        dispatch=args.dispatch or engine.dispatch,
+        compiled=tuple(read_dry_run(path) for path in args.compiled or ()),
+        mesh=_mesh(args.mesh),
+        measured=measured,
+        operators=operator_tables(args.operators),
+        pins=Pins(prefill, decode, args.prefill_instances, args.decode_instances, attention, experts),
+        widest=args.max_devices_per_instance,
+        fused=args.enable_shared_experts_fusion,
+        afd_stages=args.num_afd_stages,
+        stages=(1, *(args.stages or ())),
+    )
 
 
 def _mesh(text: str | None) -> MeshSpec | None:

@@ -32,7 +32,7 @@ from sharding.dispatch.transit import ExchangePlan, Stage, Transit
 from sharding.dispatch.wire import WireFormat
 
 
-class _Way(NamedTuple):
+class _Handle(NamedTuple):
     """For each choice of each row that crossed to this rank: its cell in the forwarding buffer, and whether it has one."""
 
     cell_NK: Int[Array, "N K"]
@@ -97,10 +97,10 @@ class Hierarchical(Padded):
         return -(-self.tokens // self.crossing)
 
     @property
-    def _cells(self) -> int:
+    def _num_cells(self) -> int:
         return self._stages[0].size * self.crossing
 
-    def _holds_all(self, tokens: int) -> bool:
+    def _needs_one_round(self, tokens: int) -> bool:
         return self.crossing >= tokens and self.capacity >= tokens
 
     def _plan(self, slots_TK) -> tuple[Route, Int[Array, "G"], Array]:
@@ -110,7 +110,7 @@ class Hierarchical(Padded):
         turns = -(-jnp.minimum(jnp.max(sent_G), self.crossing) // self.capacity)
         return route, sent_G, jnp.maximum(turns - 1, 0) * self._blocks + blocks
 
-    def _cell(self, route: Route, r: jax.Array | int) -> tuple[Int[Array, "T K"], Bool[Array, "T K"]]:
+    def _cells(self, route: Route, r: jax.Array | int) -> tuple[Int[Array, "T K"], Bool[Array, "T K"]]:
         return cells_of(route, self.crossing, r % self._blocks)
 
     def send(self, transit: Transit) -> Transit:
@@ -119,42 +119,42 @@ class Hierarchical(Padded):
 
     def _relay(self, transit: Transit) -> Transit:
         """Run one ``all_to_all`` inside each host, then gather the arrived rows over ``tp``."""
-        return self._pooled(*self._spread(transit.rows, 0), transit.kept)
+        return self._gather_arrived(*self._spread(transit.rows, 0), transit.kept)
 
     def answer(self, transit: Transit) -> Transit:
         """Reduce the sums over the parts of the experts' width, then run one ``all_to_all`` inside each host."""
-        sums_ND, kept = self._split_shared(transit)
+        sums_ND, kept = self._reduce_sums(transit)
         return Transit(self._stages[1].exchange(sums_ND), kept)
 
     def _relay_back(self, transit: Transit) -> Transit:
         """Add the sums over the ranks of a host, then run one ``all_to_all`` between hosts."""
-        return Transit(self._crossed_back(transit.rows, transit.kept.way), transit.kept)
+        return Transit(self._crossed_back(transit.rows, transit.kept.handle), transit.kept)
 
-    def _there(self, rows: Array, r: jax.Array | int) -> tuple[Array, _Way]:
+    def _dispatch(self, rows: Array, r: jax.Array | int) -> tuple[Array, _Handle]:
         return self._spread(self._stages[0].exchange(rows), r)
 
-    def _back(self, sums_ND: Float[Array, "N D"], way: _Way) -> Array:
-        return self._crossed_back(self._stages[1].exchange(sums_ND), way)
+    def _combine(self, sums_ND: Float[Array, "N D"], handle: _Handle) -> Array:
+        return self._crossed_back(self._stages[1].exchange(sums_ND), handle)
 
-    def _spread(self, arrived_NW: Array, r: jax.Array | int) -> tuple[Array, _Way]:
+    def _spread(self, arrived_NW: Array, r: jax.Array | int) -> tuple[Array, _Handle]:
         """Forward the rows that crossed in round ``r`` to their ranks inside this host. Also return their cells for combine."""
         inside = self._stages[1]
         _, slots_NK, _, needed_N = self.wire.unpack(arrived_NW)
-        way = self._onward(slots_NK, r // self._blocks)
+        handle = self._onward(slots_NK, r // self._blocks)
         # Empty cells carry the maximum number of rounds too, so that a rank without rows also learns it.
         packed = jnp.concatenate([arrived_NW, self.wire.empty_row(jnp.max(needed_N))])
-        cells = fill_cells(way.cell_NK, self.group.size * self.capacity)
-        return inside.exchange(packed.take(cells, axis=0, mode="clip")), way
+        cells = fill_cells(handle.cell_NK, self.group.size * self.capacity)
+        return inside.exchange(packed.take(cells, axis=0, mode="clip")), handle
 
-    def _crossed_back(self, returned: Array, way: _Way) -> Array:
+    def _crossed_back(self, returned: Array, handle: _Handle) -> Array:
         """Add the results of this host's ranks for each row that crossed, and return the sums to the rows' hosts."""
-        return self._stages[0].exchange(add_returned(returned, *way).astype(self.wire.dtype))
+        return self._stages[0].exchange(add_returned(returned, *handle).astype(self.wire.dtype))
 
-    def _joined(self, y_TD: Array, more_TD: Array, now_TK: Bool[Array, "T K"]) -> Array:
+    def _add_round(self, y_TD: Array, more_TD: Array, now_TK: Bool[Array, "T K"]) -> Array:
         # A block returns in each of its rounds, with zeros for rows that this round does not forward.
         return y_TD + more_TD
 
-    def _onward(self, slots_NK: Int[Array, "N K"], turn: jax.Array | int) -> _Way:
+    def _onward(self, slots_NK: Int[Array, "N K"], turn: jax.Array | int) -> _Handle:
         """Return the cells of the rows that crossed, for forwarding: for each rank of this host, a run of cells per sender."""
         between, inside = self._stages
         here_NK = (slots_NK >= 0) & (slots_NK // between.experts == between.index())
@@ -165,4 +165,4 @@ class Hierarchical(Padded):
         now = route.sends_TK & (place >= 0) & (place < self.capacity)
         run = route.rank_TK * between.size + jnp.arange(between.size)[:, None, None]
         cell = jnp.where(now, run * self.capacity + place, self.group.size * self.capacity)
-        return _Way(*(rearrange(a, "sender n k -> (sender n) k") for a in (cell, now)))
+        return _Handle(*(rearrange(a, "sender n k -> (sender n) k") for a in (cell, now)))

@@ -28,16 +28,16 @@ class _InFlight(NamedTuple):
     """What a rank keeps while its first round is in flight.
 
     packed: its packed tokens, then an empty row. shared_rows: packed tokens for the rank's fused shared expert, or None.
-    sent_G: number of its rows for each rank. way: what combine needs from dispatch; set by ``send``. counts, rounds: token counts, and the
-    rounds that all ranks need; set by ``compute``. shared_sums: results of ``shared_rows``; set by ``answer``. further_sums: float32 sums
-    of further rounds that ran before ``add``.
+    sent_G: number of its rows for each rank. handle: what combine needs from dispatch; set by ``send``. counts, rounds: token counts, and
+    the maximum of the senders' rounds; set by ``compute``. shared_sums: results of ``shared_rows``; set by ``answer``. further_sums:
+    float32 sums of further rounds that ran before ``add``.
     """
 
     packed: Array
     shared_rows: Array | None
     route: Route
     sent_G: Array
-    way: Any = None
+    handle: Any = None
     counts: Counts | None = None
     rounds: Array | None = None
     shared_sums: Array | None = None
@@ -49,7 +49,7 @@ class Padded(Method):
     """``Method`` of ``padded``, with room for ``capacity`` rows from each rank to each other in a round.
 
     If an expert's width is split over ``tp``, tokens travel between ranks with the same ``tp`` index. The ``tp`` ranks of
-    the destination pool the rows that arrived at each, and afterwards reduce-scatter the sums.
+    the destination all-gather the arrived rows, and reduce-scatter the sums. ``Hierarchical`` overrides private methods.
     """
 
     group: ExpertGroup
@@ -68,21 +68,21 @@ class Padded(Method):
     def collectives(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, rounds: int) -> list[Collective]:
         """As ``Method.collectives``."""
         arriving, times = group.size * plan.capacity, plan.chunks * rounds
-        there, back = wire.row_bytes, wire.answer_bytes
-        inner = over_width(group, arriving, there, back, times)
+        inner = over_width(group, arriving, wire.row_bytes, wire.answer_bytes, times)
         if group.size == 1:
             return inner
-        meet = "all_to_all", group.axes, group.size
-        ways = ("dispatch", there), ("combine", back)
-        first, last = (spread(meet[0], purpose, *meet[1:], arriving * size, times) for purpose, size in ways)
-        return [first, *inner, last]
+
+        def all_to_all(purpose: str, row_bytes: int) -> Collective:
+            return spread("all_to_all", purpose, group.axes, group.size, arriving * row_bytes, times)
+
+        return [all_to_all("dispatch", wire.row_bytes), *inner, all_to_all("combine", wire.answer_bytes)]
 
     @property
-    def _cells(self) -> int:
-        """Row slots that a rank sends in a round."""
+    def _num_cells(self) -> int:
+        """Number of row slots (cells) that a rank sends in a round."""
         return self.group.size * self.capacity
 
-    def _holds_all(self, tokens: int) -> bool:
+    def _needs_one_round(self, tokens: int) -> bool:
         """Whether one round is enough for any routing of ``tokens`` tokens per rank."""
         return self.capacity >= tokens
 
@@ -92,11 +92,11 @@ class Padded(Method):
         # Empty slots carry the number of rounds too: a rank that receives no token must still know when to stop.
         packed = jnp.concatenate([self.wire.pack(x_TD, slots_TK, weights_TK, needed), self.wire.empty_row(needed)])
         shared_rows = self.wire.pack(x_TD, *shared_slots(slots_TK), needed) if self.fused_shared else None
-        return Transit(self._fill(packed, route, 0), _InFlight(packed, shared_rows, route, sent_G))
+        return Transit(self._send_buffer(packed, route, 0), _InFlight(packed, shared_rows, route, sent_G))
 
     def send(self, transit: Transit) -> Transit:
-        """Exchange the rows in one ``all_to_all``, and pool the arrived rows over the ranks that share a width."""
-        return self._pooled(*self._there(transit.rows, 0), transit.kept)
+        """Exchange the rows in one ``all_to_all``, then all-gather the arrived rows over the ranks that share a width."""
+        return self._gather_arrived(*self._dispatch(transit.rows, 0), transit.kept)
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
         """Compute the weighted sums of this rank's experts, and read how many rounds the senders need."""
@@ -105,44 +105,45 @@ class Padded(Method):
         return Transit(sums_ND, transit.kept._replace(counts=counts, rounds=jnp.max(needed_N)))
 
     def answer(self, transit: Transit) -> Transit:
-        """Add the parts of a width, and return the sums in one ``all_to_all``."""
-        sums_ND, kept = self._split_shared(transit)
-        return Transit(self._back(sums_ND, kept.way), kept)
+        """Reduce-scatter the sums over the ranks that share a width, then return them in one ``all_to_all``."""
+        sums_ND, kept = self._reduce_sums(transit)
+        return Transit(self._combine(sums_ND, kept.handle), kept)
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
         """Add the sums of the first round to their tokens, and run further rounds unless they ran before."""
         kept = transit.kept
-        cell_TK, first_TK = self._cell(kept.route, 0)
+        cell_TK, first_TK = self._cells(kept.route, 0)
         y_TD, counts = add_returned(transit.rows, cell_TK, first_TK), kept.counts
         if kept.shared_sums is not None:
             y_TD += kept.shared_sums.astype(jnp.float32)
         if kept.further_sums is not None:
-            y_TD = self._joined(kept.further_sums, y_TD, first_TK)
+            y_TD = self._add_round(kept.further_sums, y_TD, first_TK)
         elif (rounds := self.rounds(transit)) is not None:
             y_TD, counts = in_rounds(rounds, lambda r, so_far: self.round(transit, r, so_far, experts), (y_TD, counts))
         return y_TD.astype(self.wire.dtype), add_sent(self.group, counts, kept.sent_G, jnp.maximum(kept.rounds, 1))
 
     def rounds(self, transit: Transit) -> Array | None:
-        """The rounds that all ranks need; None if one is always enough."""
+        """Return the number of rounds that all ranks need; None if one is always enough."""
         kept = transit.kept
-        return None if self._holds_all(kept.packed.shape[0] - 1) else jnp.maximum(kept.rounds, 1)
+        return None if self._needs_one_round(len(kept.route.rank_TK)) else jnp.maximum(kept.rounds, 1)
 
     def before_further(self, transit: Transit) -> tuple[Array, Counts | None]:
         """Return zero sums for further rounds, and the counts of the first round."""
-        packed, width = transit.kept.packed, transit.rows.shape[1]
-        return jnp.zeros((packed.shape[0] - 1, width), jnp.float32), transit.kept.counts
+        kept = transit.kept
+        return jnp.zeros((len(kept.route.rank_TK), transit.rows.shape[1]), jnp.float32), kept.counts
 
     def round(
         self, transit: Transit, r: jax.Array, so_far: tuple[Array, Counts | None], experts: RankExperts
     ) -> tuple[Array, Counts | None]:
         """Run round ``r``: dispatch, experts, combine; add its sums and counts."""
-        packed, route, (y_TD, counts) = transit.kept.packed, transit.kept.route, so_far
-        arrived, way = self._there(self._fill(packed, route, r), r)
+        packed, route = transit.kept.packed, transit.kept.route
+        y_TD, counts = so_far
+        arrived, handle = self._dispatch(self._send_buffer(packed, route, r), r)
         rows, slots_NK, weights_NK, _ = self.wire.unpack(self.group.pool_width(arrived))
         sums_ND, round_counts = experts(rows, slots_NK, weights_NK)
-        returned = self._back(self.group.share_width(sums_ND), way)
-        cell_TK, now_TK = self._cell(route, r)
-        y_TD = self._joined(y_TD, add_returned(returned, cell_TK, now_TK), now_TK)
+        returned = self._combine(self.group.share_width(sums_ND), handle)
+        cell_TK, now_TK = self._cells(route, r)
+        y_TD = self._add_round(y_TD, add_returned(returned, cell_TK, now_TK), now_TK)
         return y_TD, jax.tree.map(jnp.add, counts, round_counts)
 
     def after_further(self, transit: Transit, so_far: tuple[Array, Counts | None]) -> Transit:
@@ -150,38 +151,38 @@ class Padded(Method):
         sums, counts = so_far
         return Transit(transit.rows, transit.kept._replace(further_sums=sums, counts=counts))
 
-    def _pooled(self, arrived: Array, way: Any, kept: _InFlight) -> Transit:
-        """Pool the arrived rows, and the rank's own rows for the shared expert, over the ranks that share a width."""
+    def _gather_arrived(self, arrived: Array, handle: Any, kept: _InFlight) -> Transit:
+        """All-gather the arrived rows, and the rank's own rows for the shared expert, over the ranks that share a width."""
         if kept.shared_rows is not None:
             arrived = jnp.concatenate([arrived, kept.shared_rows])
-        return Transit(self.group.pool_width(arrived), kept._replace(shared_rows=None, way=way))
+        return Transit(self.group.pool_width(arrived), kept._replace(shared_rows=None, handle=handle))
 
-    def _split_shared(self, transit: Transit) -> tuple[Array, _InFlight]:
-        """Add the parts of a width, and separate the sums of arrived rows from those of own rows."""
+    def _reduce_sums(self, transit: Transit) -> tuple[Array, _InFlight]:
+        """Invert ``_gather_arrived``: reduce-scatter the sums, and keep those of ``shared_rows`` on the rank."""
         sums_ND, arrived = self.group.share_width(transit.rows), self.group.size * self.capacity
         return sums_ND[:arrived], transit.kept._replace(shared_sums=sums_ND[arrived:] if self.fused_shared else None)
 
     def _plan(self, slots_TK: Int[Array, "T K"]) -> tuple[Route, Int[Array, "G"], Array]:
-        """Return the route of the rank's rows, their number for each rank, and how many rounds they need."""
+        """Return the route of the rank's tokens, the number of rows for each rank, and how many rounds they need."""
         route = plan_route(self.group, slots_TK)
         return route, route.counts_G, lax.div(jnp.max(route.counts_G) + (self.capacity - 1), self.capacity)
 
-    def _there(self, rows: Array, r: jax.Array | int) -> tuple[Array, Any]:
-        """Send round ``r``'s rows to the ranks of their experts; also return what ``_back`` needs."""
+    def _dispatch(self, rows: Array, r: jax.Array | int) -> tuple[Array, Any]:
+        """Send round ``r``'s rows to the ranks of their experts. Also return the handle that ``_combine`` needs."""
         return self.group.exchange(rows), None
 
-    def _back(self, sums_ND: Array, way: Any) -> Array:
+    def _combine(self, sums_ND: Array, handle: Any) -> Array:
         """Return the sums to the cells that their rows came from."""
         return self.group.exchange(sums_ND)
 
-    def _joined(self, y_TD: Array, more_TD: Array, now_TK: Bool[Array, "T K"]) -> Array:
+    def _add_round(self, y_TD: Array, more_TD: Array, now_TK: Bool[Array, "T K"]) -> Array:
         """Add a round's sums. With one choice per row, each row gets its sum from exactly one round."""
         return jnp.where(now_TK, more_TD, y_TD) if now_TK.shape[1] == 1 else y_TD + more_TD
 
-    def _cell(self, route: Route, r: jax.Array | int) -> tuple[Int[Array, "T K"], Bool[Array, "T K"]]:
-        """Return the cell of each choice's row in round ``r``, and whether the row goes in that round."""
+    def _cells(self, route: Route, r: jax.Array | int) -> tuple[Int[Array, "T K"], Bool[Array, "T K"]]:
+        """Return the cell of each choice's row in round ``r``, and whether that round sends the row."""
         return cells_of(route, self.capacity, r)
 
-    def _fill(self, packed: Array, route: Route, r: jax.Array | int) -> Array:
-        cell_TK, _ = self._cell(route, r)
-        return packed.take(fill_cells(cell_TK, self._cells), axis=0, mode="clip")
+    def _send_buffer(self, packed: Array, route: Route, r: jax.Array | int) -> Array:
+        cell_TK, _ = self._cells(route, r)
+        return packed.take(fill_cells(cell_TK, self._num_cells), axis=0, mode="clip")

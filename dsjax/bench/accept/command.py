@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from dsjax.bench.accept.criteria import Checklist
     from dsjax.bench.accept.report import Report
 
-_DROPPED_WITH_VALUE = ("--only", "--api-key", "--admin-api-key")
-_DROPPED = ("--fresh", "--list", "--progress", "--no-progress")
+_HIDDEN_WITH_VALUE = ("--only", "--api-key", "--admin-api-key")
+_HIDDEN_SWITCHES = ("--fresh", "--list", "--progress", "--no-progress")
 
 
 @options_of(selection=ListOptions, server=ServerOptions, bed_options=TestBedOptions)
@@ -39,15 +39,19 @@ def accept(selection: ListOptions, server: ServerOptions, bed_options: TestBedOp
     """
     if importlib.util.find_spec("aiohttp") is None:
         raise UserError("dsjax accept needs aiohttp, which is not installed: pip install 'dsjax[bench]'")
-    from dsjax.bench.accept.criteria import load_checklist
+    from dsjax.bench.accept.criteria import load_checklist, predicted_checklist
     from dsjax.bench.accept.results import exit_status
     from dsjax.bench.accept.test_bed import parse_hooks
     from dsjax.bench.serve.client import run
     from dsjax.plan.measured import read_network
+    from dsjax.plan.recipe import read_recipe
 
-    whole = _recipe(selection) if selection.recipe else load_checklist(selection.criteria, quick=selection.quick)
-    checklist = whole.selected(selection.only)
-    hooks = parse_hooks(bed_options.hook or (), whole.hooks)
+    if selection.recipe:
+        full = predicted_checklist(read_recipe(Path(selection.recipe)), quick=selection.quick)
+    else:
+        full = load_checklist(selection.criteria, quick=selection.quick)
+    checklist = full.selected(selection.only)
+    hooks = parse_hooks(bed_options.hook or (), full.hooks)
     network = None
     if bed_options.network is not None:
         read_network(bed_options.network)  # validates the file as dsjax plan does
@@ -55,7 +59,7 @@ def accept(selection: ListOptions, server: ServerOptions, bed_options: TestBedOp
     try:
         report = run(_accept(selection, server, bed_options, checklist, hooks, network))
     except (KeyboardInterrupt, asyncio.CancelledError):
-        print(f"interrupted: the same command goes on from {selection.results}", file=sys.stderr)
+        print(f"interrupted: the same command resumes from {selection.results}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
     if report is None:
         return
@@ -73,7 +77,7 @@ async def _accept(
     hooks: Mapping[str, str],
     network: Mapping[str, Any] | None,
 ) -> "Report | None":
-    """Measure and return the report; None with `--list`."""
+    """Measure and return the report. With `--list`, print the measurements and return None."""
     from dsjax.bench.accept.report import Report
     from dsjax.bench.accept.results import expected, read_results, run_measurements, time_text
     from dsjax.bench.accept.test_bed import TestBed
@@ -89,46 +93,38 @@ async def _accept(
             ready, bed_options, network, hooks, secrets.randbits(31), Console(stderr=True), selection.progress
         )
         seconds = {name: expected(measurement, bed) for name, measurement in checklist.measurements.items()}
-        takes = f"about {time_text(sum(seconds.values()))}"
+        duration = f"about {time_text(sum(seconds.values()))}"
         if selection.show_list:
             rows = []
             for name, measurement in checklist.measurements.items():
                 criteria = [f"{c.value} {c.bound_text}" for c in checklist.criteria if c.measurement == name]
                 why = measurement.why_not(bed)
-                line = f"{measurement.title}; not testable: {why}" if why else measurement.title
-                rows.append((name, time_text(seconds[name]), line, "; ".join(criteria) or "reported only"))
+                title = f"{measurement.title}; not testable: {why}" if why else measurement.title
+                rows.append((name, time_text(seconds[name]), title, "; ".join(criteria) or "reported only"))
             names = ("<<measurement", "takes", "<<what", "<<criteria")
-            report_console().print(table(f"{checklist.name}: {takes}", names, rows))
+            report_console().print(table(f"{checklist.name}: {duration}", names, rows))
             return None
         folder = Path(selection.results)
-        command = typed(sys.argv[1:])
+        command = _shown_command(sys.argv[1:])
         results = read_results(folder, ready.url, fresh=selection.fresh)
-        say(f"{ready.facts.model} at {ready.url}: {len(seconds)} measurements, {takes}")
+        say(f"{ready.facts.model} at {ready.url}: {len(seconds)} measurements, {duration}")
         file = selection.criteria or selection.recipe
         report = Report(checklist, results, ready.url, ready.facts.model, file, selection.quick, command)
-        # Also called before the first measurement, so that an unwritable folder fails before an hour of load.
-        write = partial(report.write, folder)
-        await run_measurements(checklist, bed, results, fresh=selection.fresh, say=say, on_result=write)
+        # `on_result` is also called before the first measurement, so that an unwritable folder fails before an hour of load.
+        on_result = partial(report.write, folder)
+        await run_measurements(checklist, bed, results, fresh=selection.fresh, say=say, on_result=on_result)
     return report
 
 
-def _recipe(selection: ListOptions) -> "Checklist":
-    from dsjax.bench.accept.criteria import predicted_checklist
-    from dsjax.plan.recipe import read_recipe
-
-    return predicted_checklist(read_recipe(Path(selection.recipe)), quick=selection.quick)
-
-
-def typed(words: Sequence[str]) -> str:
+def _shown_command(arguments: Sequence[str]) -> str:
     """Return the command as typed, without API keys, `--only`, `--fresh`, `--list` and the progress options."""
-    words_to_show = []
-    skip = False
-    for word in words:
-        flag = word.partition("=")[0]
-        if skip:
-            skip = False
-        elif flag in _DROPPED_WITH_VALUE:
-            skip = "=" not in word
-        elif flag not in _DROPPED:
-            words_to_show.append(word)
-    return shlex.join(["dsjax", *([] if words_to_show[:1] == ["accept"] else ["accept"]), *words_to_show])
+    shown, is_hidden_value = [], False
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if is_hidden_value:
+            is_hidden_value = False
+        elif flag in _HIDDEN_WITH_VALUE:
+            is_hidden_value = "=" not in argument
+        elif flag not in _HIDDEN_SWITCHES:
+            shown.append(argument)
+    return shlex.join(["dsjax", *([] if shown[:1] == ["accept"] else ["accept"]), *shown])

@@ -40,19 +40,18 @@ def embedding_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleC
     """
     config = setting.config
     itemsize = setting.step.table.infos["embed.weight"].dtype.itemsize
-    table = config.vocab_size * config.hidden_size * itemsize
+    table_bytes = config.vocab_size * config.hidden_size * itemsize
     for count in tokens:
-        rows, read = (count * config.hidden_size * size for size in (setting.dtype.itemsize, itemsize))
-        for variant, moved, memory, make in (
-            ("device", rows, 2 * table, _device_lookup),
-            ("fetched", 2 * rows, table, _host_memory_lookup),
-            ("host", 2 * rows, table, _numpy_lookup),
+        read, written = (count * config.hidden_size * size for size in (itemsize, setting.dtype.itemsize))
+        for variant, other_bytes, memory, make in (
+            ("device", written, 2 * table_bytes, _device_lookup),
+            ("fetched", 2 * written, table_bytes, _host_memory_lookup),
+            ("host", 2 * written, table_bytes, _numpy_lookup),
         ):
-            work, build = ModuleWork(0, read, moved), partial(make, setting, count)
+            work, build = ModuleWork(0, read, other_bytes), partial(make, setting, count)
             yield ModuleCase("embedding", variant, {"tokens": count}, work, memory, build)
-    yield ModuleCase(
-        "embedding", "copied", {"tokens": 1}, ModuleWork(0, 2 * table), 2 * table, partial(_table_copy, setting)
-    )
+    copy = ModuleWork(0, weight_bytes=2 * table_bytes)
+    yield ModuleCase("embedding", "copied", {"tokens": 1}, copy, 2 * table_bytes, partial(_table_copy, setting))
 
 
 def _random_tokens(setting: Setting, count: int, call: int = 0) -> np.ndarray:
@@ -97,11 +96,11 @@ def _host_table(setting: Setting) -> np.ndarray:
 
 
 def _numpy_lookup(setting: Setting, count: int) -> PreparedCase:
-    table, tokens, offsets = _host_table(setting), _random_tokens(setting, count), itertools.count(97, 97)
-    device = setting.step.mesh.devices.flat[0]
+    table, tokens = _host_table(setting), _random_tokens(setting, count)
+    shifts, device = itertools.count(97, 97), setting.step.mesh.devices.flat[0]  # different tokens in each call
 
     def call():
-        rows = table[(tokens + next(offsets)) % setting.config.vocab_size].astype(setting.dtype, copy=False)
+        rows = table[(tokens + next(shifts)) % setting.config.vocab_size].astype(setting.dtype, copy=False)
         return jax.device_put(rows, device)
 
     return host_loop(call)
@@ -121,16 +120,16 @@ class LayerNorms(nnx.Module):
 
 
 class LayerModule(NamedTuple):
-    """A module that layers have: in how many layers of the model, FLOPs and bytes moved per token, and how to build and apply it."""
+    """A module that layers have: in how many layers of the model, its costs, and how to build and apply it."""
 
     layers: int
-    flops: int
-    moved: int
+    flops: int  # per token
+    moved: int  # bytes per token besides the weights
     make: Callable[[Declaration], nnx.Module]
     apply: Callable[[Any, jax.Array, jax.Array], jax.Array]  # (module, x, total) → new total
     variant: str = ""
     streams: tuple[int, ...] = ()  # axes of x between tokens and width
-    looked_up: int = 0  # bytes of a layer's tables, of which a token reads one row, counted in `moved`
+    table: int = 0  # bytes of a table in a layer's weights; the one row that a token reads counts in `moved`
 
 
 def _norms(setting: Setting) -> LayerModule:
@@ -152,7 +151,7 @@ class LayerResiduals(nnx.Module):
 
 
 def _residual(setting: Setting) -> LayerModule:
-    """Return the connections of several streams; plain addition, which is part of other modules, has no operations of its own."""
+    """Return the connections of several streams. With one stream, ``flops`` is 0: other modules include the plain addition."""
     config, kernels = setting.config, setting.step.products
 
     def apply(layer: LayerResiduals, x, total):
@@ -174,13 +173,13 @@ def _routers(setting: Setting) -> Iterator[LayerModule]:
         routing = router(x, jnp.zeros(x.shape[:-1], jnp.int32))
         return total.at[..., : routing.ids.shape[-1]].add((routing.weights + routing.ids).astype(total.dtype))
 
+    flops = 2 * width * config.n_routed_experts
     moved = width * setting.dtype.itemsize + config.n_routed_experts * 4 * 4
-    row = 4 * config.num_experts_per_tok
-    for router, mlp, variant, read in ((ExpertRouter, "moe", "", 0), (HashRouter, "hash", "hash", row)):
+    id_bytes = 4 * config.num_experts_per_tok  # a token's row in the table of hash routing
+    for router_class, mlp, variant, row in ((ExpertRouter, "moe", "", 0), (HashRouter, "hash", "hash", id_bytes)):
         layers = sum(count for kind, count in kinds_of(config.layer_runs) if kind.mlp == mlp)
-        make = lambda declare, router=router: router(declare, config)  # noqa: E731
-        flops, table = 2 * width * config.n_routed_experts, read * config.vocab_size
-        yield LayerModule(layers, flops, moved + read, make, apply, variant, looked_up=table)
+        make = lambda declare, router_class=router_class: router_class(declare, config)  # noqa: E731
+        yield LayerModule(layers, flops, moved + row, make, apply, variant, table=row * config.vocab_size)
 
 
 def _mlp(setting: Setting, layers: int, hidden: int, limit: float | None = None) -> LayerModule:
@@ -201,19 +200,19 @@ def layer_cases(setting: Setting, module: str, tokens: Iterable[int]) -> Iterato
     """
     config = setting.config
     shared = config.n_shared_experts * config.moe_intermediate_size
-    made = {
+    makers = {
         "norms": lambda: [_norms(setting)],
         "residual": lambda: [_residual(setting)],
         "router": lambda: _routers(setting),
         "shared expert": lambda: [_mlp(setting, config.num_moe_layers, shared, config.swiglu_limit)],
         "dense MLP": lambda: [_mlp(setting, config.num_dense_layers, config.intermediate_size)],
     }
-    for layer in made[module]():
+    for layer in makers[module]():
         if not (layer.layers and layer.flops):
             continue
         stack = LayerStack.of(setting, layer.make, layer.layers)
         for count in tokens:
-            work = ModuleWork(count * layer.flops, stack.layer_bytes - layer.looked_up, count * layer.moved)
+            work = ModuleWork(count * layer.flops, stack.layer_bytes - layer.table, count * layer.moved)
             memory = stack.nbytes + 4 * count * (layer.moved + config.hidden_size * setting.dtype.itemsize)
             build = partial(layer_loop, setting, stack, layer.apply, layer.layers, count, layer.streams)
             yield ModuleCase(module, layer.variant, {"tokens": count}, work, memory, build)
@@ -265,11 +264,12 @@ def head_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
     D, V = config.hidden_size, config.vocab_size
     stack = LayerStack.of(setting, lambda declare: Head(declare, config), 1)
 
-    def apply(head: Head, x, total):
-        hidden = head.norm(setting.step.products.residual(head.residual).leave(x))
-        weight = head.head.value(setting.dtype)
+    def apply(module: Head, x, total):
+        hidden = module.norm(setting.step.products.residual(module.residual).leave(x))
+        weight = module.head.value(setting.dtype)
         logits = jnp.einsum("btd,dv->btv", hidden, weight, preferred_element_type=jnp.float32)
-        return total.at[0, :, ..., 0].add(greedy(logits)[0].reshape(-1, *[1] * len(config.streams)).astype(total.dtype))
+        sampled = greedy(logits)[0].reshape(-1, *[1] * len(config.streams))
+        return total.at[0, :, ..., 0].add(sampled.astype(total.dtype))
 
     for count in tokens:
         shape = 1, count, *config.streams, D
@@ -284,11 +284,10 @@ def quantisation_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[Modu
     D, size = setting.config.hidden_size, setting.dtype.itemsize
     wire = _wire(setting)
     for count in tokens:
+        moved = count * (D * size + wire.row_bytes)
         for variant in ("quantise", "dequantise"):
-            work = ModuleWork(3 * count * D, 0, count * (D * size + wire.row_bytes))
-            memory = 4 * count * (D * size + wire.row_bytes)
             build = partial(_quantisation, setting, count, variant)
-            yield ModuleCase("fp8", variant, {"tokens": count}, work, memory, build)
+            yield ModuleCase("fp8", variant, {"tokens": count}, ModuleWork(3 * count * D, 0, moved), 4 * moved, build)
 
 
 def _wire(setting: Setting) -> WireFormat:
@@ -296,26 +295,24 @@ def _wire(setting: Setting) -> WireFormat:
 
 
 def _quantisation(setting: Setting, count: int, variant: str) -> PreparedCase:
-    wire, K = _wire(setting), max(1, setting.config.num_experts_per_tok)
-    x = setting.random((count, setting.config.hidden_size))
-    ids, weights = jnp.zeros((count, K), jnp.int32), jnp.zeros((count, K), jnp.float32)
+    wire, x = _wire(setting), setting.random((count, setting.config.hidden_size))
+    ids, weights = (jnp.zeros((count, wire.top_k), dtype) for dtype in (jnp.int32, jnp.float32))
 
+    # Put one value of the previous result into the input, so that each iteration depends on the one before.
     if variant == "quantise":
 
-        def one_round(inputs, _, words):
-            # Feed one value of the previous result into the rows, so that each round depends on the previous one.
-            x = inputs.at[0, 0].set((words[0, 0] % 7).astype(inputs.dtype))
+        def quantise(x, _, words):
+            x = x.at[0, 0].set((words[0, 0] % 7).astype(x.dtype))
             return wire.pack(x, ids, weights, jnp.int32(0))
 
-        return device_loop(one_round, x, jnp.zeros((count, wire.row_words), wire.word))
+        return device_loop(quantise, x, jnp.zeros((count, wire.row_words), wire.word))
 
-    words = jax.jit(wire.pack)(x, ids, weights, jnp.int32(0))
-
-    def one_round(inputs, _, rows):
-        words = inputs.at[0, 0].set((jnp.abs(rows[0, 0]) * 3).astype(wire.word))
+    def dequantise(words, _, rows):
+        words = words.at[0, 0].set((jnp.abs(rows[0, 0]) * 3).astype(wire.word))
         return wire.payload(words)
 
-    return device_loop(one_round, words, jnp.zeros_like(x))
+    words = jax.jit(wire.pack)(x, ids, weights, jnp.int32(0))
+    return device_loop(dequantise, words, jnp.zeros_like(x))
 
 
 class LargestMatrix(nnx.Module):
@@ -326,7 +323,7 @@ class LargestMatrix(nnx.Module):
 
 
 def product_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
-    """Yield one matrix product with bf16, float32 and block-scaled FP8 weights; FP8 follows ``--activation-scheme``."""
+    """Yield one matrix product with block-scaled FP8 (by ``--activation-scheme``), bf16 and, if the step is float32, float32 weights."""
     config = setting.config
     matrices, _ = attention_matrices(config, attention=config.layer_runs[0].kinds[0].attention)
     rows, columns = max(matrices, key=lambda shape: (math.prod(shape), shape[0]))

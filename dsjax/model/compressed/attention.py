@@ -32,8 +32,8 @@ class CompressedProjections:
     """Projections of tokens; leading dimensions ``*b`` are the caller's.
 
     gates, values: inputs of the compressors, float32; gates include the bias of the token's position in its window. "hca" layers have one
-    series of M values. "csa" layers have two: for the next window's entry and for the token's own window; the last A values are the
-    indexer's. index_query, index_weight: only in "csa" layers; the weights are float32 and include the factor I^-1/2.
+    series of M values. "csa" layers have two series of M + A values, the first for the next window, the second for the token's own; the
+    last A are for index keys. index_query, index_weight: only in "csa" layers; the weights are float32 and include the factor I^-1/2.
     """
 
     query: Float[Array, "*b H M"]  # normed and rotated
@@ -60,9 +60,8 @@ class Compressor(nnx.Module):
     ) -> tuple[Float[Array, "*b series M"], Float[Array, "*b series M"]]:
         """Project tokens to gates and values, in float32."""
         x, bias = x.astype(jnp.float32), value_of(self.bias)[rotations.positions % self.rate]
-        gate = multiply(self.gate, x) + bias
-        apart = (rearrange(array, "... (s w) -> ... s w", s=self.series) for array in (gate, multiply(self.kv, x)))
-        return tuple(apart)
+        gates, values = multiply(self.gate, x) + bias, multiply(self.kv, x)
+        return tuple(rearrange(array, "... (s w) -> ... s w", s=self.series) for array in (gates, values))
 
 
 class EntryIndexer(nnx.Module):
@@ -80,13 +79,7 @@ class CompressedAttention(nnx.Module):
 
     def __init__(self, declare: Declaration, config: ModelConfig, attention: str):
         self.config, self.attention, v4 = config, attention, config.v4
-        D, H, Q, M, G = (
-            config.hidden_size,
-            config.num_attention_heads,
-            config.v4.q_lora_rank,
-            config.v4.head_dim,
-            v4.o_groups,
-        )
+        D, H, Q, M, G = config.hidden_size, config.num_attention_heads, v4.q_lora_rank, v4.head_dim, v4.o_groups
         self.q_a = Matrix(declare, (D, Q), ("embed", "query_latent"))
         self.q_a_norm = RMSNorm(declare, Q, config.rms_norm_eps, "query_latent")
         self.q_b = Matrix(declare, (Q, H * M), ("query_latent", "heads"))
@@ -103,8 +96,7 @@ class CompressedAttention(nnx.Module):
 
     def __call__(self, x: Float[Array, "B S D"], given) -> tuple[Float[Array, "B S D"], Float[Array, ""] | None]:
         """Apply causal self-attention. Also return the observed value in "csa" layers. given: a ``transformer.Pass``."""
-        products = {"multiply": given.products.multiply, "normalise": given.products.normalise}
-        p = self.project(x, given.rotation, **products)
+        p = self.project(x, given.rotation, multiply=given.products.multiply, normalise=given.products.normalise)
         heads, observed = self.attend_observed(p, given.products.observe)
         return self.output(heads, given.products.multiply), observed
 
@@ -128,8 +120,9 @@ class CompressedAttention(nnx.Module):
             if self.attention == "csa":
                 indexer, I = self.indexer, self.config.v4.indexer.n_heads
                 x, latent = jax.lax.stop_gradient((x, latent))  # as in `sparse.indexer`
-                made = zip((p.gates, p.values), indexer.compressor(x, rotations, multiply), strict=True)
-                p.gates, p.values = (jnp.concatenate(pair, axis=-1) for pair in made)
+                gates, values = indexer.compressor(x, rotations, multiply)
+                p.gates = jnp.concatenate([p.gates, gates], axis=-1)
+                p.values = jnp.concatenate([p.values, values], axis=-1)
                 p.index_query = rotate(
                     rotation, rearrange(multiply(indexer.query, latent), "... (i a) -> ... i a", i=I)
                 )
@@ -151,39 +144,46 @@ class CompressedAttention(nnx.Module):
     ) -> tuple[Float[Array, "B S H M"], Float[Array, ""] | None]:
         """Run ``attend``. Also return the sum of a ``transformer.Observe`` over the compressed entries of a "csa" layer."""
         config, length, rate = self.config, p.entry.shape[1], self.config.v4.rate(self.attention)
-        made = {}
+        window, compressed = config.v4.sliding_window, {}
         if rate is not None:
             starts = jnp.broadcast_to(jnp.arange(length // rate) * rate, (len(p.entry), length // rate))
-            made = entries(config, self.entry_norms, compress(p.gates, p.values, rate), starts, p.entry.dtype)
+            compressed = entries(config, self.entry_norms, compress(p.gates, p.values, rate), starts, p.entry.dtype)
         heads, observed = [], []
         for start in range(0, length, QUERY_BLOCK):
-            end, first = min(start + QUERY_BLOCK, length), max(start - config.v4.sliding_window + 1, 0)
-            at, tokens = jnp.arange(start, end)[:, None], jnp.arange(first, end)
-            context, seen = [p.entry[:, first:end]], [(tokens <= at) & (tokens > at - config.v4.sliding_window)]
+            end, first = min(start + QUERY_BLOCK, length), max(start - window + 1, 0)
+            query_at, key_at = jnp.arange(start, end)[:, None], jnp.arange(first, end)
+            context, masks = [p.entry[:, first:end]], [(key_at <= query_at) & (key_at > query_at - window)]
             if rate is not None and end >= rate:
-                context.append(made["entry"][:, : end // rate])
-                visible = (at + 1) // rate > jnp.arange(end // rate)
-                if self.attention == "csa" and end // rate > config.v4.indexer.topk:
-                    queries = p.index_query[:, start:end], p.index_weight[:, start:end]
-                    scored = index_scores(*queries, made["index"][:, : end // rate])
-                    visible = choose(jnp.where(visible, scored, -jnp.inf), config.v4.indexer.topk)
-                seen.append(visible)
+                context.append(compressed["entry"][:, : end // rate])
+                masks.append(self._visible_entries(p, compressed, start, end))
             context = jnp.concatenate(context, axis=1)
-            seen = jnp.concatenate([jnp.broadcast_to(one, (len(context), *one.shape[-2:])) for one in seen], axis=-1)
-            values, probs = self._block(p.query[:, start:end], context, seen)
+            mask = jnp.concatenate([jnp.broadcast_to(m, (len(context), *m.shape[-2:])) for m in masks], axis=-1)
+            values, probs = self._attend_block(p.query[:, start:end], context, mask)
             heads.append(values)
-            if observe is not None and "index" in made and end >= rate:
-                index = IndexProjections(p.index_query, p.index_weight, made["index"])
-                of_entries = rearrange(probs[..., end - first :], "b q h s -> b h q s")
-                observed.append(observe(index, slice(start, end), seen[..., end - first :], of_entries))
+            if observe is not None and "index" in compressed and end >= rate:
+                index = IndexProjections(p.index_query, p.index_weight, compressed["index"])
+                entry_probs = rearrange(probs[..., end - first :], "b q h s -> b h q s")
+                observed.append(observe(index, slice(start, end), mask[..., end - first :], entry_probs))
         return rotate_back(p.rotation, jnp.concatenate(heads, axis=1)), sum(observed) if observed else None
 
-    def _block(
-        self, query: Float[Array, "B Q H M"], context: Float[Array, "B S M"], seen: Bool[Array, "B Q S"]
+    def _visible_entries(
+        self, p: CompressedProjections, compressed: Mapping[str, Array], start: int, end: int
+    ) -> Bool[Array, "*b Q S"]:
+        """Return which compressed entries the queries of a block attend to: of all past windows, in "csa" layers the top k."""
+        rate, topk = self.config.v4.rate(self.attention), self.config.v4.indexer.topk
+        count = end // rate
+        visible = (jnp.arange(start, end)[:, None] + 1) // rate > jnp.arange(count)
+        if self.attention != "csa" or count <= topk:
+            return visible
+        scores = index_scores(p.index_query[:, start:end], p.index_weight[:, start:end], compressed["index"][:, :count])
+        return choose(jnp.where(visible, scores, -jnp.inf), topk)
+
+    def _attend_block(
+        self, query: Float[Array, "B Q H M"], context: Float[Array, "B S M"], mask: Bool[Array, "B Q S"]
     ) -> tuple[Float[Array, "B Q H M"], Float[Array, "B Q H S"]]:
         """Return attention's values and probabilities for a masked context. The softmax includes each head's sink, which has no value."""
         scores = jnp.einsum("bqhw,bsw->bqhs", query, context, preferred_element_type=jnp.float32)
-        scores = jnp.where(seen[:, :, None], scores * self.config.softmax_scale, -jnp.inf)
+        scores = jnp.where(mask[:, :, None], scores * self.config.softmax_scale, -jnp.inf)
         sink = jnp.broadcast_to(value_of(self.sink)[:, None], (*scores.shape[:-1], 1))
         probs = jax.nn.softmax(jnp.concatenate([sink, scores], axis=-1), axis=-1)[..., 1:]
         return jnp.einsum("bqhs,bsw->bqhw", probs.astype(context.dtype), context), probs
@@ -204,14 +204,15 @@ def compress(
     With two series a window combines the last series of its own tokens with the first series of the preceding window.
     """
 
-    def of_windows(array: Array, fill: float) -> Array:
+    def by_window(array: Array, fill: float) -> Float[Array, "B windows tokens Y"]:
         windows = rearrange(array[:, : array.shape[1] // rate * rate], "b (w r) s v -> b w r s v", r=rate)
+        own = windows[..., -1, :]
         if windows.shape[3] == 1:
-            return windows[..., 0, :]
-        before = jnp.full_like(windows[:, :1, :, 0], fill)
-        return jnp.concatenate([jnp.concatenate([before, windows[:, :-1, :, 0]], axis=1), windows[..., 1, :]], axis=2)
+            return own
+        preceding = jnp.concatenate([jnp.full_like(own[:, :1], fill), windows[:, :-1, :, 0]], axis=1)
+        return jnp.concatenate([preceding, own], axis=2)
 
-    return jnp.sum(jax.nn.softmax(of_windows(gates, -jnp.inf), axis=2) * of_windows(values, 0), axis=2)
+    return jnp.sum(jax.nn.softmax(by_window(gates, -jnp.inf), axis=2) * by_window(values, 0), axis=2)
 
 
 def entries(
@@ -226,9 +227,9 @@ def entries(
 
     norms: ``entry_norms``. means: of each window; entries first, then index keys. starts: first position of each window.
     """
-    M, rotation, made = config.v4.head_dim, entry_rotation(config, starts), {}
+    M, rotation, found = config.v4.head_dim, entry_rotation(config, starts), {}
     for name, part in (("entry", means[..., :M]), ("index", means[..., M:])):
         if name in norms:
             normed = normalise(part.astype(dtype), config.rms_norm_eps)
-            made[name] = rotate(rotation, norms[name].astype(dtype) * normed)
-    return made
+            found[name] = rotate(rotation, norms[name].astype(dtype) * normed)
+    return found

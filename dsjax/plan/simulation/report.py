@@ -1,4 +1,4 @@
-"""`dsjax plan simulate` on the terminal: a table of loads, with the mean-value answer beside each mean."""
+"""Output of `dsjax plan simulate`: a table of loads, with the mean-value answer beside each simulated mean."""
 
 import dataclasses
 import sys
@@ -9,13 +9,16 @@ from rich.text import Text
 
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.rules import refuse
-from dsjax.plan.simulation.outcome import SimulationOutcome, Spread, calibrated_report, loads, simulate
+from dsjax.plan.simulation.outcome import SimulationOutcome, Spread, Waits, calibrated_report, loads, simulate
+from dsjax.plan.simulation.service import OfferedLoad
 from dsjax.plan.workload import Objective
 from dsjax.tables import table
 from dsjax.texts import filled
 
-_FLOOD = 3.0
+_MAX_OVERLOAD = 3.0
 """Largest request rate that is simulated, as a multiple of the rate that the deployment sustains."""
+
+_COLUMNS = ("TTFT", "mean", "TPOT", "mean", "ITL", "tokens/s", "goodput", "SLO")
 
 
 def simulations(
@@ -30,12 +33,12 @@ def simulations(
     """Simulate the candidate under each of its `loads`, with a progress bar on standard error.
 
     Raises:
-        UserError: the request rate is so high that queues would grow without end.
+        UserError: the request rate is more than `_MAX_OVERLOAD` times what the candidate sustains.
     """
     outcomes = []
-    work = candidate.decode.workload
-    sustained = candidate.throughput / work.output.mean
-    refuse("flood", rate=work.rate, flood=_FLOOD, kept=sustained, name=candidate.name())
+    workload = candidate.decode.workload
+    sustained = candidate.throughput / workload.output.mean
+    refuse("overload", rate=workload.rate, most=_MAX_OVERLOAD * sustained, sustained=sustained, name=candidate.name())
     choices = {"num_requests": num_requests, "seed": seed, "warmup": warmup, "at_once": at_once}
     with Progress(console=Console(file=sys.stderr), transient=True) as bar:
         for load in loads(candidate, burstiness, at_once):
@@ -45,7 +48,7 @@ def simulations(
                 bar.update(task, completed=done)
 
             outcome = simulate(candidate, load, objective, **choices, progress=progress)
-            if at_once and warmup == 0:  # the benchmarks of the blind rounds excluded no request
+            if at_once and warmup == 0:  # as in the benchmarks that `calibrated_report` is calibrated with
                 outcome = dataclasses.replace(outcome, calibrated=calibrated_report(candidate, outcome))
             outcomes.append(outcome)
     return outcomes
@@ -64,29 +67,16 @@ def show_simulation(console: Console, candidate: Candidate, outcomes: list[Simul
         if lines := filled("texts", "reported.txt", one=outcome):
             console.print(Text(lines))
     classes = [
-        (
-            name,
-            f"{outcome.load.rate or outcome.load.concurrency:.3g}",
-            str(waits.requests),
-            *(
-                _percentiles(spread, digits, "p95")
-                for spread, digits in ((waits.ttft, 0), (waits.tpot, 1), (waits.e2e, 0))
-            ),
-        )
-        for outcome in outcomes
-        for name, waits in outcome.classes.items()
+        _class_cells(name, outcome.load, waits) for outcome in outcomes for name, waits in outcome.classes.items()
     ]
     if classes:
         names = ("<class", "load", "requests", "TTFT", "TPOT", "end to end")
         console.print(table("by class of request; milliseconds: P50/P95/P99", names, classes))
 
 
-_COLUMNS = ("TTFT", "mean", "TPOT", "mean", "ITL", "tokens/s", "goodput", "SLO")
-
-
 def _cells(outcome: SimulationOutcome) -> tuple[str, ...]:
     return (
-        f"{outcome.load.rate or outcome.load.concurrency:.3g}",
+        _load_text(outcome.load),
         _percentiles(outcome.ttft, 0),
         f"{outcome.ttft.mean * 1e3:.0f} ({outcome.mean_ttft * 1e3:.0f})",
         _percentiles(outcome.tpot, 1),
@@ -96,6 +86,16 @@ def _cells(outcome: SimulationOutcome) -> tuple[str, ...]:
         f"{outcome.goodput:.3g}",
         f"{outcome.kept:.0%}",
     )
+
+
+def _class_cells(name: str, load: OfferedLoad, waits: Waits) -> tuple[str, ...]:
+    with_digits = (waits.ttft, 0), (waits.tpot, 1), (waits.e2e, 0)
+    times = (_percentiles(spread, digits, "p95") for spread, digits in with_digits)
+    return name, _load_text(load), str(waits.requests), *times
+
+
+def _load_text(load: OfferedLoad) -> str:
+    return f"{load.rate or load.concurrency:.3g}"
 
 
 def _percentiles(spread: Spread | None, digits: int, middle: str = "p90") -> str:

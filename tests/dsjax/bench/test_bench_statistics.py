@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dsjax.bench.serve.records import AnswerError, AnswerReader, EventParser, EventStreamError, RequestRecord
 from dsjax.bench.serve.report import render, write_points_csv
-from dsjax.bench.serve.statistics import GoodputError, draft_figures, figures, is_good, parse_goodput
+from dsjax.bench.serve.statistics import GoodputError, draft_figures, figures, meets_objectives, parse_goodput
 from dsjax.top.reading import Exposition
 
 ASKED = dict.fromkeys(("max_concurrency", "request_rate", "cached_share_bound", "output_throughput_per_device"))
@@ -164,7 +164,7 @@ def test_the_best_second_and_the_peak_of_concurrency():
 def test_goodput_counts_requests_that_meet_every_objective():
     fast, slow, single = answer(0.0, 0.1, 0.2), answer(0.0, 0.1, 0.9), answer(0.0, 0.1)
     limits = parse_goodput(["ttft:200", "tpot:150"])
-    assert [is_good(r, limits) for r in (fast, slow, single)] == [True, False, True]
+    assert [meets_objectives(r, limits) for r in (fast, slow, single)] == [True, False, True]
     assert found_in([fast, slow, single], 2.0, objectives=limits)["request_goodput"] == 1.0
     assert found_in([fast], 2.0)["request_goodput"] is None
     assert parse_goodput(["ttft:200,e2el:3e3 tpot:1"]) == {"ttft": 200, "e2el": 3000, "tpot": 1}

@@ -14,7 +14,7 @@ from dsjax.checkpoint.errors import CheckpointError
 from dsjax.checkpoint.load import from_hf_tensors
 from dsjax.checkpoint.safetensors import TensorSpec, write_file
 from dsjax.checkpoint.source import open_checkpoint
-from dsjax.checkpoint.v4_tensors import V4Tensors, renamed
+from dsjax.checkpoint.v4_tensors import V4Tensors, dsjax_name
 from dsjax.config import ModelConfig
 from dsjax.fp4 import host
 from dsjax.fp4.formats import MXFP4
@@ -85,8 +85,8 @@ def theirs(name: str) -> str:
     [*NAMES, *(f"model.layers.1.{name}" for name in IN_LAYER), *(f"model.layers.3.{name}" for name in IN_MODULE)],
 )
 def test_a_released_tensor_has_one_name_here_which_stays(ours):
-    assert renamed(theirs(ours), LAYERS) == ours
-    assert renamed(ours, LAYERS) == ours
+    assert dsjax_name(theirs(ours), LAYERS) == ours
+    assert dsjax_name(ours, LAYERS) == ours
 
 
 WIDTHS = {"hidden_size": 256, "moe_intermediate_size": 128, "q_lora_rank": 128, "head_dim": 64}

@@ -17,7 +17,7 @@ from v4_models import YARN, v4_config, v4_tensors
 from dsjax.checkpoint.convert import convert_checkpoint
 from dsjax.checkpoint.load import from_hf_tensors, load
 from dsjax.checkpoint.source import open_checkpoint
-from dsjax.checkpoint.v4_tensors import renamed
+from dsjax.checkpoint.v4_tensors import dsjax_name
 from dsjax.config import ModelConfig
 from dsjax.model.parameter_table import parameter_table
 from sharding import MeshSpec
@@ -59,7 +59,7 @@ def reference(raw, tensors, tokens):
     def of(name):
         head, _, part = name.rpartition(".experts.")
         if not head:
-            return tensors[renamed(name, 0)]
+            return tensors[dsjax_name(name, 0)]
         parts = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}[part]
         experts = range(raw["n_routed_experts"])
         return np.stack([np.concatenate([tensors[f"{head}.experts.{e}.{p}.weight"] for p in parts]) for e in experts])
