@@ -118,11 +118,11 @@ def step(args: StepArgs) -> None:
     """Predict the time of one batch on each layout, phase by phase, without modelling a service."""
     from dsjax.plan.report import show_usages
     from dsjax.plan.search import instances, usages
-    from dsjax.plan.static import no_room, show_static, static_of
+    from dsjax.plan.static import no_room, show_static, static_results
 
     question = args.question()
     _, fitting, too_large = instances(question)
-    results, taken = static_of(fitting, args.mode, args.batch), usages(question, fitting + too_large)
+    results, taken = static_results(fitting, args.mode, args.batch), usages(question, fitting + too_large)
     if args.json_file is None:
         console = report_console()
         show_usages(console, taken)
