@@ -100,10 +100,10 @@ def compare_layouts(
 @options_of(title=lambda kind: None, args=FitArgs)
 def fit(args: FitArgs) -> None:
     """Check whether a layout fits into memory, and with which memory fractions. Exit status 3: it does not fit."""
-    from dsjax.plan.fit import DOES_NOT_FIT, asked, show
+    from dsjax.plan.fit import DOES_NOT_FIT, fit_mesh, show
 
     question = args.question()
-    verdict = asked(question, args.mesh or "", args.memory_fraction, args.context)
+    verdict = fit_mesh(question, args.mesh or "", args.memory_fraction, args.context)
     if args.json_file is None:
         report_console().print(Text(show(verdict, args.model, question.cluster.name)), soft_wrap=True)
     else:
