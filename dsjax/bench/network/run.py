@@ -229,7 +229,7 @@ def check_cluster(cluster: Cluster, devices: np.ndarray) -> None:
     if most > cluster.devices_per_host or len(by_process) > cluster.hosts:
         raise UserError(
             f"--cluster {cluster.name} has {cluster.hosts} hosts of {cluster.devices_per_host} devices, and the mesh takes {most} "
-            f"devices of each of {len(by_process)} processes; give the cluster that this is, one process a host"
+            f"devices of each of {len(by_process)} processes; give the file of this cluster, and start one process per host"
         )
 
 
