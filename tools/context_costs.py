@@ -23,7 +23,7 @@ from dsjax.model.parameter_counts import expert_parameters
 from dsjax.plan.arguments import StepArgs
 from dsjax.plan.instance import Instance
 from dsjax.plan.search import instances
-from dsjax.plan.static import static_of
+from dsjax.plan.static import static_results
 from dsjax.tables import table
 
 MODELS = ("deepseek-v3", "deepseek-v3.2", "deepseek-v4-flash", "deepseek-v4-pro")
@@ -88,7 +88,7 @@ def main() -> None:
     asked, rows = parse(), []
     for context, model in itertools.product(asked.contexts, asked.models):
         instance = planned(model, context, asked)
-        [result] = static_of([instance], "static_gen", min(asked.batch, instance.max_batch))[:1] or [None]
+        [result] = static_results([instance], "static_gen", min(asked.batch, instance.max_batch))[:1] or [None]
         cache, users = instance.memory.request_bytes(context), instance.max_batch * instance.replicas
         rows.append((
             f"{context:,}", model, f"{instance.memory.cache_per_token:,.0f}", f"{cache / 1e9:,.2f}",

@@ -100,10 +100,10 @@ def compare_layouts(
 @options_of(title=lambda kind: None, args=FitArgs)
 def fit(args: FitArgs) -> None:
     """Check whether a layout fits into memory, and with which memory fractions. Exit status 3: it does not fit."""
-    from dsjax.plan.fit import DOES_NOT_FIT, asked, show
+    from dsjax.plan.fit import DOES_NOT_FIT, fit_mesh, show
 
     question = args.question()
-    verdict = asked(question, args.mesh or "", args.memory_fraction, args.context)
+    verdict = fit_mesh(question, args.mesh or "", args.memory_fraction, args.context)
     if args.json_file is None:
         report_console().print(Text(show(verdict, args.model, question.cluster.name)), soft_wrap=True)
     else:
@@ -118,11 +118,11 @@ def step(args: StepArgs) -> None:
     """Predict the time of one batch on each layout, phase by phase, without modelling a service."""
     from dsjax.plan.report import show_usages
     from dsjax.plan.search import instances, usages
-    from dsjax.plan.static import no_room, show_static, static_of
+    from dsjax.plan.static import no_room, show_static, static_results
 
     question = args.question()
     _, fitting, too_large = instances(question)
-    results, taken = static_of(fitting, args.mode, args.batch), usages(question, fitting + too_large)
+    results, taken = static_results(fitting, args.mode, args.batch), usages(question, fitting + too_large)
     if args.json_file is None:
         console = report_console()
         show_usages(console, taken)

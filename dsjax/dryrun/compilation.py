@@ -1,4 +1,4 @@
-"""Lower and compile the engine's programs of a step with abstract values, without weights or devices."""
+"""Lower and compile the engine's programs of a step from abstract values: no weights and no devices are needed."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ _PARTITIONED = "after_spmd-partitioning"
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """A compiled program."""
+    """A compiled program, and the time to make it."""
 
     compiled: Compiled
-    # text of the program right after SPMD partitioning, before the CPU backend changes dtypes. None on accelerators, whose compiled
-    # programs keep dtypes, and if XLA wrote no text
+    # XLA's text of the program right after SPMD partitioning, before the CPU backend changes dtypes. None for accelerators, whose compiled
+    # programs keep the dtypes, and if XLA wrote no text
     partitioned: str | None
-    lower_seconds: float  # time of lowering
-    compile_seconds: float  # time of compilation
+    lower_seconds: float
+    compile_seconds: float
 
     def text(self) -> str:
         """Return the compiled program as XLA prints it.
 
         Raises:
-            UserError: jaxlib cannot read it, because the compiler has another version.
+            UserError: jaxlib cannot read the program, because the compiler has another version.
         """
         try:
             return self.compiled.as_text()
         except jax.errors.JaxRuntimeError as error:
             raise UserError(
                 f"jaxlib {installed_version('jaxlib')} cannot read the program that {_accelerator_compilers()} made "
-                f"({_first_line(error)}); a compiler and jaxlib must belong together: pip install -U 'dsjax[tpu]' or 'dsjax[cuda]' "
-                "installs the one that does"
+                f"({_first_line(error)}); their versions must match: pip install -U 'dsjax[tpu]' or 'dsjax[cuda]' installs the matching "
+                "compiler"
             ) from error
 
 
@@ -64,13 +64,13 @@ class CompiledProgram:
 class CompiledExchange:
     """The programs that move experts between two steps (`--enable-eplb`)."""
 
-    stage: CompiledProgram
-    place: CompiledProgram
-    experts: int  # number of experts that a rank receives per exchange
+    stage: CompiledProgram  # sends experts to the staging buffers of their new ranks
+    place: CompiledProgram  # writes experts from the staging buffers into the weights
+    experts: int  # most experts that a rank receives per exchange
 
     @property
     def temporaries(self) -> int:
-        """Bytes that the larger program needs beyond weights, staging buffer and state: temporaries and non-aliased outputs."""
+        """Bytes of temporaries and non-aliased outputs of the larger program: its memory besides weights, staging buffer and state."""
         memories = [program.compiled.memory_analysis() for program in (self.stage, self.place)]
         return max(
             memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes for memory in memories
@@ -79,7 +79,7 @@ class CompiledExchange:
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A step's programs, and the abstract values that they were compiled from."""
+    """A step's programs, and the abstract values from which they were compiled."""
 
     step: ModelStep
     limits: ExecutorLimits
@@ -94,8 +94,9 @@ class CompiledStep:
     @property
     def programs(self) -> tuple[CompiledProgram, ...]:
         """All programs: the step's, then the expert exchange's."""
-        between = (self.exchange.stage, self.exchange.place) if self.exchange else ()
-        return (self.main, *((self.drafts,) if self.drafts else ()), *between)
+        drafts = (self.drafts,) if self.drafts else ()
+        exchange = (self.exchange.stage, self.exchange.place) if self.exchange else ()
+        return (self.main, *drafts, *exchange)
 
 
 def compile_step(
@@ -107,8 +108,8 @@ def compile_step(
 ) -> CompiledStep:
     """Compile the programs of the step that ``args`` describe, for the devices of ``mesh``.
 
-    stage: the layers to compile, with pipeline parallelism; ``mesh`` is the stage's.
-    exchange: the programs that move experts, if a step of another size has compiled them: they do not depend on the size.
+    exchange: reused if given, because the programs that move experts do not depend on the step's size.
+    stage: the pipeline stage to compile, of which ``mesh`` has the devices; None without pipeline parallelism.
 
     Raises:
         UserError, MeshError: options, model and mesh do not fit together; raised before tracing.
@@ -117,29 +118,28 @@ def compile_step(
     spec = MeshSpec.parse(args.engine.mesh).stage
     engine = args.for_model(config)
     if mesh.devices.flat[0].platform == "cpu":
-        # XLA does not count FLOPs and bytes of native kernels (custom calls), so compile the plain kernels, which have the same counts.
+        # XLA does not count the FLOPs and bytes of custom calls, so replace native kernels by the plain ones, which have the same counts.
         engine = dataclasses.replace(engine, kernels="plain")
     step = make_step(engine, config, spec, mesh, mtp=engine.speculation is not None, stage=stage)
     limits = with_windows(args.limits(config, spec), engine, step)
-    speculation = args.engine.speculation
-    most_drafts = speculation.num_speculative_tokens if speculation else 0
-    moved = experts_per_exchange(engine, step)
+    most_drafts = engine.speculation.num_speculative_tokens if engine.speculation else 0
+    moved_experts = experts_per_exchange(engine, step)
     params = step.abstract_parameters()
-    state = device_state.describe(step, limits, most_drafts, counts_loads=moved > 0)
+    state = device_state.describe(step, limits, most_drafts, counts_loads=moved_experts > 0)
     programs = LoweredPrograms(step, params, state, limits)
     shape = programs.shape(args.decode, args.prefill)
     main = _compile(lambda: programs.lower_step(shape), args.target, mesh)
     num_drafts = args.drafts if step.is_last_stage else 0
     drafts = _compile(lambda: programs.lower_drafts(shape, num_drafts), args.target, mesh) if num_drafts else None
-    if moved and exchange is None:
-        exchange = _compile_exchange(step, params, state, moved, args.target)
+    if moved_experts and exchange is None:
+        exchange = _compile_exchange(step, params, state, moved_experts, args.target)
     return CompiledStep(step, limits, shape, params, state, main, drafts, num_drafts, exchange)
 
 
 def _compile_exchange(
     step: ModelStep, params: dict[str, jax.ShapeDtypeStruct], state: DeviceState, experts: int, target: str
 ) -> CompiledExchange:
-    layers = expert_programs.expert_layers(step)[0]
+    layers = expert_programs.expert_layers(step)[0]  # the first stack of layers stands for all
     stage = _compile(lambda: expert_programs.lower_stage(step, params, layers, experts), target, step.mesh)
     place = _compile(
         lambda: expert_programs.lower_place(step, params, layers, state.copies, state.loads), target, step.mesh
@@ -156,7 +156,7 @@ def _compile(lower: Callable[[], Lowered], target: str, mesh: jax.sharding.Mesh)
 def compile_lowered(
     lowered: Lowered, target: str, mesh: jax.sharding.Mesh, lower_seconds: float = 0.0
 ) -> CompiledProgram:
-    """Compile a program for the devices of a mesh.
+    """Compile a program for the devices of a mesh. target: their name in messages.
 
     Raises:
         TooLarge: the program does not fit on the devices.
@@ -177,7 +177,7 @@ def compile_lowered(
 
 
 def _compile_for_accelerator(lowered: Lowered, target: str) -> Compiled:
-    """Compile for an accelerator. Raises `TooLarge` if the compiler rejects the program for its size, as the TPU's does."""
+    """Compile for an accelerator. Raises `TooLarge` if the compiler rejects the program for its size, as the TPU compiler does."""
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:

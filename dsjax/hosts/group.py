@@ -77,7 +77,7 @@ class HostGroup(Membership):
         super().__init__(options.process_id, response.members)
         self.options, self.endpoint, self.leader = options, endpoint, leader
         endpoint.is_shared = True
-        self.epoch = response.generation
+        self.epoch = response.epoch
         self.wanted = response.wanted
         self._response = response
         self._door, self._log = door, log
@@ -88,10 +88,10 @@ class HostGroup(Membership):
         peer_of = door.peer_of if door is not None else lambda process_id: None
         self.links = Links(self, endpoint, self.collectives.cut, peer_of)
         self._inboxes: dict[int, queue.SimpleQueue[EpochMessage]] = {}
-        if response.generation == 0:
+        if response.epoch == 0:
             self._inboxes[0] = queue.SimpleQueue()
         self._announced: queue.SimpleQueue[Announcement] = queue.SimpleQueue()
-        self._latest_epoch = response.generation - 1
+        self._latest_epoch = response.epoch - 1
         self._why_ended = None
         self.has_ended = False
         self._leave_requests: dict[JoinRequest, Request] = {}
@@ -139,8 +139,8 @@ class HostGroup(Membership):
     def _join(self) -> None:
         """Start JAX with the devices of the group."""
         options, response = self.options, self._response
-        if response.generation > 0:
-            self.links.check(response.here)
+        if response.epoch > 0:
+            self.links.check(response.live_ids)
         if not self.is_leader:
             coordination.delay_aborts()
         service = self._door.service if self._door is not None else None
@@ -148,7 +148,7 @@ class HostGroup(Membership):
         if options.link_monitor_interval:
             self.links.watch(options.link_monitor_interval)
         atexit.register(self.leave)
-        if response.generation == 0:
+        if response.epoch == 0:
             self.agreement.run("links", lambda: self.links.check([member.process_id for member in self.members]))
 
     # Mesh epochs.

@@ -27,12 +27,12 @@ from dsjax.hosts.wire import (
     JoinRequest,
     JoinResponse,
     Prepared,
-    missing,
-    on_loopback,
-    unlike,
-    unlike_first,
-    waited_for,
-    why_no_place,
+    first_mismatch,
+    id_error,
+    loopback_error,
+    mismatch,
+    timeout_message,
+    waiting_message,
 )
 from dsjax.messaging import Endpoint, NotAMemberError, Peer, PeerLostError, RefusedError, Request
 from dsjax.messaging.endpoint import counted
@@ -209,7 +209,7 @@ class Door:
         member: JoinRequest = request.body
         caller = _Caller(member, request)
         with self._changed:
-            refusal = why_no_place(member, self._options.num_processes) or self._why_id_is_taken(member)
+            refusal = id_error(member, self._options.num_processes) or self._why_id_is_taken(member)
             if self.is_closing:
                 refusal = self._problem or "process 0 is ending the group; start all processes again"
             if refusal is None:
@@ -250,7 +250,7 @@ class Door:
                 return
         if caller.prepared.error is not None:
             return  # it cannot start and logs the reason itself
-        refusal = unlike_first(caller.member, caller.prepared, self._own_prepared)
+        refusal = mismatch(caller.member, caller.prepared, self._own_prepared)
         if refusal is not None:
             caller.join.refuse(refusal)
             caller.peer.close()
@@ -334,13 +334,13 @@ class Door:
                 now = time.monotonic()
                 requests = self._requests
                 if len(requests) < options.num_processes and now >= self._deadline:
-                    return missing(options, requests) + self._describe_refused()
+                    return timeout_message(options, requests) + self._describe_refused()
                 if now >= report:
-                    _log.warning("%s", waited_for(options, requests, self._all_prepared))
+                    _log.warning("%s", waiting_message(options, requests, self._all_prepared))
                     report = now + _REPORT_SECONDS
                 self._changed.wait(min(report, self._deadline if now < self._deadline else report) - now)
             if self._problem is None:
-                return unlike(self._requests, self._all_prepared) or on_loopback(self._requests)
+                return first_mismatch(self._requests, self._all_prepared) or loopback_error(self._requests)
             # Linger, so that late processes get the error too instead of waiting for a process 0 that has ended.
             self._changed.wait_for(lambda: len(self._requests) == options.num_processes, _LINGER_SECONDS)
             return self._problem

@@ -1,4 +1,4 @@
-"""Control messages for forming a group, and user messages about missing or mismatched processes."""
+"""Control messages that processes exchange to form a group, and messages for users about missing or mismatched processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class JoinRequest(msgspec.Struct, frozen=True):
     num_processes: int
     host: str
     pid: int
-    address: str
+    address: str  # of its endpoint
     machine: str  # equal for processes that share a loopback interface
     port: int = 0  # of its endpoint
 
@@ -43,14 +43,14 @@ class JoinRequest(msgspec.Struct, frozen=True):
 
     @property
     def identity(self) -> str:
-        """Distinguishes successive processes with one id. In containers their pids may be equal; the port is any free one."""
+        """Identifies one start of a process: a restart keeps the id, and in a container perhaps the pid, but gets another port."""
         return f"{self.process_id}/{self.pid}/{self.port}"
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """Values that must be equal in all processes, by their name in messages; or why this process cannot start."""
+    """Result of a process's local checks: the values that must be equal in all processes, or the reason why it cannot start."""
 
-    alike: dict[str, Any] = {}
+    alike: dict[str, Any] = {}  # by the names that messages use
     error: str | None = None
 
 
@@ -60,15 +60,15 @@ class JoinResponse(msgspec.Struct, frozen=True):
     members: list[JoinRequest]
     service: str  # `HOST:PORT` of JAX's coordination service
     log: str  # `HOST:PORT` of process 0's broadcast log
-    generation: int = 0  # first mesh epoch that this process may be in
-    here: list[int] = []  # ids of the live processes, if the group had already formed
-    wanted: str = ""  # last requested mesh; empty: the initial one
+    epoch: int = 0  # first mesh epoch that this process may be in; 0 while the group forms
+    live_ids: list[int] = []  # processes of a group that had already formed
+    wanted: str = ""  # the mesh that was requested last; empty: the initial one
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """Announcement of a new mesh epoch or, with `ended`, that there is none."""
+    """Announcement of a new mesh epoch or, with `ended`, of the group's end."""
 
-    number: int
+    number: int  # of the mesh epoch
     process_ids: list[int] = []  # processes with devices in the mesh; others wait for the next epoch
     device_ids: list[int] = []  # of the mesh, row by row
     options: dict[str, Any] = {}  # engine options that differ from the process's initial ones, such as `mesh`
@@ -82,7 +82,7 @@ class Announcement(msgspec.Struct, frozen=True):
 
 
 def _machine() -> str:
-    """Identify the loopback interface: boot id of the kernel and network namespace."""
+    """Return the kernel's boot id and the network namespace, which together identify a loopback interface."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
@@ -91,8 +91,8 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def waited_for(options: HostOptions, requests: Mapping[int, JoinRequest], prepared: Mapping[int, Prepared]) -> str:
-    """Return the message about the processes that process 0 waits for and those that have connected."""
+def waiting_message(options: HostOptions, requests: Mapping[int, JoinRequest], prepared: Mapping[int, Prepared]) -> str:
+    """Return process 0's progress message: processes that have not connected yet, or have not finished their checks."""
     absent = [i for i in range(options.num_processes) if i not in requests]
     if not absent:
         slow = ", ".join(requests[i].name for i in sorted(requests) if i not in prepared)
@@ -104,8 +104,8 @@ def waited_for(options: HostOptions, requests: Mapping[int, JoinRequest], prepar
     )
 
 
-def missing(options: HostOptions, requests: Mapping[int, JoinRequest]) -> str:
-    """Return the error about processes that did not connect in time, with advice."""
+def timeout_message(options: HostOptions, requests: Mapping[int, JoinRequest]) -> str:
+    """Return the error that names the processes that did not connect in time."""
     absent = [str(i) for i in range(options.num_processes) if i not in requests]
     present = ", ".join(f"{i} ({requests[i].host})" for i in sorted(requests))
     return (
@@ -115,16 +115,16 @@ def missing(options: HostOptions, requests: Mapping[int, JoinRequest]) -> str:
     )
 
 
-def unlike(requests: Mapping[int, JoinRequest], prepared: Mapping[int, Prepared]) -> str | None:
-    """Describe the first difference between a process and process 0; None if there is none."""
-    differences = (unlike_first(requests[i], prepared[i], prepared[0]) for i in sorted(prepared))
-    return next(filter(None, differences), None)
+def first_mismatch(requests: Mapping[int, JoinRequest], prepared: Mapping[int, Prepared]) -> str | None:
+    """Describe the first value in which any process differs from process 0; None if all are equal."""
+    mismatches = (mismatch(requests[i], prepared[i], prepared[0]) for i in sorted(prepared))
+    return next(filter(None, mismatches), None)
 
 
-def unlike_first(request: JoinRequest, prepared: Prepared, first: Prepared) -> str | None:
-    """Describe the first difference between this process and process 0; None if there is none."""
-    expected, values = first.alike, prepared.alike
-    for name in sorted(expected.keys() | values.keys(), key=lambda name: (list(expected) + [name]).index(name)):
+def mismatch(request: JoinRequest, prepared: Prepared, leader: Prepared) -> str | None:
+    """Describe the first value in which a process differs from process 0 (`leader`); None if all are equal."""
+    expected, values = leader.alike, prepared.alike
+    for name in expected | values:  # in process 0's order
         if expected.get(name) != values.get(name):
             return (
                 f"{request.name} has {name} {_shown(values.get(name))}, process 0 has {_shown(expected.get(name))}; "
@@ -133,8 +133,8 @@ def unlike_first(request: JoinRequest, prepared: Prepared, first: Prepared) -> s
     return None
 
 
-def why_no_place(request: JoinRequest, num_processes: int) -> str | None:
-    """Return why a process cannot join a group of `num_processes`; None if it can."""
+def id_error(request: JoinRequest, num_processes: int) -> str | None:
+    """Return why a process's id or group size does not fit a group of `num_processes`; None if both do."""
     if request.num_processes != num_processes:
         return f"{request.name} has --num-processes {request.num_processes}, process 0 has {num_processes}; give all the same"
     if not 0 < request.process_id < num_processes:
@@ -146,8 +146,8 @@ def _shown(value: Any) -> str:
     return "not set" if value is None else str(value)
 
 
-def on_loopback(requests: Mapping[int, JoinRequest]) -> str | None:
-    """Return the error about a loopback address if the processes are on several machines; None if all can reach each other."""
+def loopback_error(requests: Mapping[int, JoinRequest]) -> str | None:
+    """Return an error if a process listens on a loopback address and others are on another machine; else None."""
     if len({request.machine for request in requests.values()}) == 1:
         return None
     for _, request in sorted(requests.items()):

@@ -1,11 +1,11 @@
-"""`dsjax plan fit`: whether a layout can start and serve within its devices' memory, by its engine's memory rule."""
+"""`dsjax plan fit`: whether an engine can start and serve a layout in its devices' memory, by the engine's own memory rule."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsjax.plan.figure import Figure, assumed, assumption, spread
 from dsjax.plan.layout import parse_layout
@@ -28,11 +28,11 @@ RULES = {
     "sglang": (STATIC, 0.85),
     "tensorrt-llm": (FREE, 0.90),
 }
-"""Engine → (what its memory fraction applies to, its default).
+"""Engine → (what its memory fraction is a fraction of, its default).
 
-`profiled`: the whole device, for everything except captured graphs, including a step's peak (vLLM's `--gpu-memory-utilization`); the cache
-must hold the longest request. `static`: the memory that is free at startup, for weights and cache only; steps and graphs use the rest
-(SGLang's `--mem-fraction-static`). `free`: the memory that weights and a step's peak leave free, for the cache
+`profiled`: of the whole device, for everything except captured graphs, including a step's peak (vLLM's `--gpu-memory-utilization`); the
+cache must hold the longest request. `static`: of the memory that is free at startup, for weights and cache only; steps and graphs use the
+rest (SGLang's `--mem-fraction-static`). `free`: of the memory that weights and a step's peak leave free, for the cache
 (TensorRT-LLM's `free_gpu_memory_fraction`)."""
 _MOST_EXPERT_TOKENS = 32768
 """Most tokens whose routed experts vLLM and SGLang compute at once (vLLM: `VLLM_FUSED_MOE_CHUNK_SIZE`). TensorRT-LLM computes those of all
@@ -42,7 +42,7 @@ _WHOLE_EXPERTS = ("vllm", "tensorrt-llm", "published", "dsjax")
 `fused_experts`: `[tokens, top-k, 2 × width]`). SGLang splits every expert over all devices unless DeepEP is on."""
 _LOW_LATENCY_TOKENS = 128
 """Tokens per rank for which DeepEP's decode kernels keep buffers, as in its README."""
-_DRAWS = 64
+_DRAWS = 64  # for the figures' intervals
 DOES_NOT_FIT = 3
 """Exit status of `dsjax plan fit` if a launch does not fit."""
 
@@ -51,30 +51,30 @@ DOES_NOT_FIT = 3
 class Launch:
     """How an engine is started."""
 
-    engine: str
+    engine: str  # of `RULES`
     device_bytes: int  # memory of a device, as its driver reports it
     fraction: float | None = None  # None for the engine's default of `RULES`
     prefill_tokens: int = 8192  # most prompt tokens of a DP rank in a step
     longest: int = 4096  # tokens of the longest request
     sampled: int = 256  # rows of a step that sample
-    graphs: bool = True  # whether decode steps are captured
-    deepep: bool = False  # buffers of DeepEP's decode kernels
-    mtp: bool = False  # the MTP module is loaded
+    graphs: bool = True  # whether decode steps are captured as CUDA graphs
+    deepep: bool = False  # whether experts are dispatched with DeepEP
+    mtp: bool = False  # whether the MTP module is loaded
 
     def __post_init__(self):
         refuse("fraction", fraction=self.fraction)
 
     @property
-    def share(self) -> float:
-        """The memory fraction in force."""
+    def memory_fraction(self) -> float:
+        """The given memory fraction or the engine's default."""
         return RULES[self.engine][1] if self.fraction is None else self.fraction
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A need that must fit in a memory budget, in bytes."""
+    """A need that must fit in a part of a device's memory, in bytes."""
 
-    name: str  # what is needed
+    name: str  # what is needed, and where
     needed: Figure
     room: Figure
     left: Figure  # room − needed, negative if it does not fit
@@ -86,14 +86,14 @@ class Verdict:
 
     launch: Launch
     layout: InstanceLayout
-    parts: tuple[Figure, ...]
+    parts: tuple[Figure, ...]  # of `_parts`
     conditions: tuple[Condition, ...]
     cache_tokens: Figure  # per DP rank
     fractions: tuple[float, float] | None  # the lowest and the highest memory fraction that would fit, or None
 
     @property
     def fits(self) -> bool:
-        """Whether the middle estimates fit."""
+        """Whether the estimates fit."""
         return all(condition.left >= 0 for condition in self.conditions)
 
     @property
@@ -116,7 +116,7 @@ class Verdict:
             "sure": self.sure,
             "mesh": str(self.layout.mesh),
             "redundant_experts": self.layout.redundant,
-            "memory_fraction": self.launch.share,
+            "memory_fraction": self.launch.memory_fraction,
             "device_bytes": self.launch.device_bytes,
             "parts": {part.name: part.to_json() for part in self.parts},
             "conditions": conditions,
@@ -129,29 +129,28 @@ def fit(config: ModelConfig, layout: InstanceLayout, precision: Precision, launc
     """Return whether a launch fits, with the figures."""
     parts = _parts(config, layout, precision, launch)
     per_token = max(share.cache_per_token for share in stage_shares(config, layout, precision, launch.mtp))
-    tried = [n / 100 for n in range(30, 100)]
-    good = [f for f in tried if all(room >= needed for _, needed, room in _judge(launch, f, parts, per_token)[0])]
-    names = [name for name, _, _ in _judge(launch, launch.share, parts, per_token)[0]]
+    needs_at = lambda fraction: _apply_rule(launch, fraction, parts, per_token)[0]  # noqa: E731
+    fractions = [n / 100 for n in range(30, 100)]
+    fitting = [f for f in fractions if all(need.room >= need.needed for need in needs_at(f))]
 
     def compute() -> list[float]:
-        parts = _parts(config, layout, precision, launch)
-        judged, cache = _judge(launch, launch.share, parts, per_token)
-        rooms = [value for _, needed, room in judged for value in (needed, room, room - needed)]
-        return [*parts.values(), *rooms, max(0.0, cache / per_token)]
+        drawn = _parts(config, layout, precision, launch)
+        needs, cache = _apply_rule(launch, launch.memory_fraction, drawn, per_token)
+        of_needs = [value for _, needed, room in needs for value in (needed, room, room - needed)]
+        return [*drawn.values(), *of_needs, max(0.0, cache / per_token)]
 
-    *figures, tokens = spread(compute, _DRAWS)
-    named = tuple(figures[: len(parts)])
-    rest = iter(figures[len(parts) :])
-    for (name, part), figure in zip(parts.items(), named, strict=True):
-        figure.name = name
-        figure.unit = "B"
-        figure.source = getattr(part, "source", "")
-    conditions = tuple(Condition(name, next(rest), next(rest), next(rest)) for name in names)
-    return Verdict(launch, layout, named, conditions, tokens, (good[0], good[-1]) if good else None)
+    *figures, cache_tokens = spread(compute, _DRAWS)
+    part_figures, rest = tuple(figures[: len(parts)]), iter(figures[len(parts) :])
+    for (name, part), figure in zip(parts.items(), part_figures, strict=True):
+        figure.name, figure.unit, figure.source = name, "B", getattr(part, "source", "")
+    needs = needs_at(launch.memory_fraction)
+    conditions = tuple(Condition(need.name, next(rest), next(rest), next(rest)) for need in needs)
+    ends = (fitting[0], fitting[-1]) if fitting else None
+    return Verdict(launch, layout, part_figures, conditions, cache_tokens, ends)
 
 
-def asked(question: Asked, mesh: str, fraction: float | None = None, longest: int | None = None) -> Verdict:
-    """Judge the layout that `dsjax plan fit` is asked about.
+def fit_mesh(question: Asked, mesh: str, fraction: float | None = None, longest: int | None = None) -> Verdict:
+    """Judge the layout that a user gives to `dsjax plan fit`. longest: tokens of the longest request; None: the workload's mean.
 
     Raises:
         UserError: more devices than the cluster has, a fraction out of range, or an option that the engine or the model lacks.
@@ -169,7 +168,7 @@ def asked(question: Asked, mesh: str, fraction: float | None = None, longest: in
 def planned_launch(
     options: PlanOptions, device_bytes: int, layout: InstanceLayout, longest: int, fraction: float | None = None
 ) -> Launch:
-    """Return the launch that a plan assumes for a layout."""
+    """Return the launch that a plan assumes for a layout. longest: tokens of the longest request."""
     return Launch(
         engine=options.engine.name,
         device_bytes=device_bytes,
@@ -183,45 +182,48 @@ def planned_launch(
 
 
 def set_aside(config: ModelConfig, layout: InstanceLayout, precision: Precision, launch: Launch) -> float:
-    """Return the bytes besides loaded weights and cache, at the highest fraction that fits, where all `RULES` leave the same."""
+    """Return a device's bytes for all but loaded weights and cache. At the highest fraction that fits, they are the same by all `RULES`."""
     parts = _parts(config, layout, precision, launch)
     loaded = sum(weight_bytes(config, layout, precision, launch.mtp).values())
     return parts["weights"] - loaded + parts["step"] + parts["graphs"] + parts["outside"]
 
 
-def _judge(
-    launch: Launch, share: float, parts: dict[str, float], per_token: int
-) -> tuple[list[tuple[str, float, float]], float]:
-    """Return ([(need, its bytes, bytes of its room), …], bytes of the cache)."""
-    device = launch.device_bytes
-    rule = RULES[launch.engine][0]
+class _Need(NamedTuple):
+    name: str
+    needed: float
+    room: float
+
+
+def _apply_rule(launch: Launch, fraction: float, parts: dict[str, float], per_token: int) -> tuple[list[_Need], float]:
+    """Apply the engine's rule of `RULES`: return what must fit where, and the bytes left for the cache. per_token: bytes in the cache."""
+    device, rule = launch.device_bytes, RULES[launch.engine][0]
     weights, step, graphs, outside = (parts[name] for name in ("weights", "step", "graphs", "outside"))
     captured = "captured graphs, in what the fraction leaves"
     if rule == STATIC:
         available = device - outside
-        if "draft" in parts:
-            weights = weights - parts["draft"]
-            step = step + parts["draft"] + graphs
+        if "draft" in parts:  # its weights and its own graphs
+            weights, step = weights - parts["draft"], step + parts["draft"] + graphs
         needed = weights + launch.prefill_tokens * per_token
         return [
-            ("weights and the cache of one step of prompts", needed, available * share),
-            ("a step and captured graphs, in what the fraction leaves", step + graphs, available * (1 - share)),
-        ], available * share - weights
+            _Need("weights and the cache of one step of prompts", needed, available * fraction),
+            _Need("a step and captured graphs, in what the fraction leaves", step + graphs, available * (1 - fraction)),
+        ], available * fraction - weights
     needed = weights + step + outside
     if rule == FREE:
         return [
-            ("weights, a step and what lies outside the framework", needed, device),
-            (captured, graphs, (device - needed) * (1 - share)),
-        ], (device - needed) * share
+            _Need("weights, a step and what lies outside the framework", needed, device),
+            _Need(captured, graphs, (device - needed) * (1 - fraction)),
+        ], (device - needed) * fraction
     name = f"weights, a step and the cache of one request of {launch.longest:,} tokens"
     return [
-        (name, needed + launch.longest * per_token, device * share),
-        (captured, graphs, device * (1 - share)),
-    ], device * share - needed
+        _Need(name, needed + launch.longest * per_token, device * fraction),
+        _Need(captured, graphs, device * (1 - fraction)),
+    ], device * fraction - needed
 
 
 def _parts(config: ModelConfig, layout: InstanceLayout, precision: Precision, launch: Launch) -> dict[str, float]:
-    """Return the bytes of weights, step peak, captured graphs, and memory outside the framework: driver, contexts, communication buffers.
+    """Return the bytes of a device by part: `weights`; `step`: a step's peak; `graphs`; `outside` the framework: driver, contexts,
+    communication buffers; and, with SGLang and MTP, `draft`: the part of the weights that belongs to the draft model.
 
     DeepEP's decode kernels keep two copies of a sent and a received bf16 row for each expert and token (its
     `get_low_latency_rdma_size_hint`). SGLang loads the draft model after allocating the main model's static share, so the draft's weights
@@ -257,31 +259,29 @@ def _weights(config: ModelConfig, layout: InstanceLayout, precision: Precision, 
 
 
 def _step(config: ModelConfig, layout: InstanceLayout, launch: Launch) -> float:
-    """Return the peak bytes of a prefill step: in bf16, queries, keys, values and outputs of one layer's attention, or each chosen
-    expert's rows before and after; the residual stream and its copies; float32 logits of the sampled rows.
+    """Return the peak bytes of a prefill step: one layer's attention or routed experts, whichever is larger; the residual stream and its
+    copies, all in bf16; and three copies of the sampled rows' float32 logits.
 
-    V3.2's indexer scores each token of the step against every position of the longest request (sgl-project/sglang issue 35201).
-    Without DeepEP, DP ranks gather all tokens, and each device has rows for all of them; with DeepEP, about as many as its own tokens.
-    If replicas share whole experts, an expert's inner width is not split.
+    Attention: queries, keys, values, outputs and `kv_b_proj`'s outputs. With V3.2's indexer, it is absorbed, and the indexer scores each
+    token of the step against every position of the longest request (sgl-project/sglang issue 35201). Experts: the rows of each choice,
+    before, between and after the matmuls. Without DeepEP, each device has the rows of all DP ranks; with DeepEP, about as many as its own.
     """
     mesh = layout.mesh.stage
-    tokens = launch.prefill_tokens
-    width = config.hidden_size
-    dims = config.attention
+    tokens, width, dims = launch.prefill_tokens, config.hidden_size, config.attention
     heads = config.num_attention_heads // mesh.tp_size
     values_per_token = 2 * dims.qk_head_dim + 2 * dims.v_head_dim + dims.qk_nope_head_dim + dims.v_head_dim
     scores = 0
-    if dims.indexer is not None:  # absorbed attention, and the indexer's float32 score for each token and position
+    if dims.indexer is not None:
         values_per_token = 2 * dims.latent_dim + dims.qk_rope_head_dim + dims.qk_head_dim + dims.v_head_dim
-        scores = 2 * tokens * launch.longest
-    most = math.inf if launch.engine == "tensorrt-llm" else _MOST_EXPERT_TOKENS
-    gathered = tokens if launch.deepep else min(tokens * mesh.dp_size, max(tokens, most))
-    rows = min(gathered, most) * (config.num_experts_per_tok if config.is_moe else 0)
+        scores = 2 * tokens * launch.longest  # a float32 score counts as two bf16 values
+    max_tokens = math.inf if launch.engine == "tensorrt-llm" else _MOST_EXPERT_TOKENS
+    gathered = tokens if launch.deepep else min(tokens * mesh.dp_size, max(tokens, max_tokens))
+    rows = min(gathered, max_tokens) * (config.num_experts_per_tok if config.is_moe else 0)
     has_whole_experts = mesh.dp_size > 1 and launch.engine in _WHOLE_EXPERTS
-    cut = mesh.tp_size if launch.deepep else mesh.expert_width_shards if has_whole_experts else mesh.num_devices
-    experts = rows * (width + 3 * config.moe_intermediate_size // cut)
-    stream = 4 * tokens * width + (2 * gathered * width if gathered > tokens else 0)
-    values = max(tokens * heads * values_per_token + scores, experts) + stream
+    shards = mesh.tp_size if launch.deepep else mesh.expert_width_shards if has_whole_experts else mesh.num_devices
+    experts = rows * (width + 3 * config.moe_intermediate_size // shards)
+    residual = 4 * tokens * width + (2 * gathered * width if gathered > tokens else 0)
+    values = max(tokens * heads * values_per_token + scores, experts) + residual
     needed = values * BF16 + 3 * 4 * launch.sampled * config.vocab_size
     why = "the largest arrays of a prefill step; allocators keep more, and kernels reuse some"
     return assumed(needed, 0.6 * needed, 2.0 * needed, "step", why, "B")

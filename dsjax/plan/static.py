@@ -1,4 +1,4 @@
-"""The static modes: one batch, the same for every layout; prefill alone, decode alone, or one after the other."""
+"""`dsjax plan step`: the time of one batch, the same for every layout: prefill (`static_ctx`), decode (`static_gen`) or both (`static`)."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from dsjax.texts import filled
 
 @dataclass(frozen=True)
 class StaticResult:
-    """Result of one batch per DP rank on one instance."""
+    """Predicted times of one batch on one instance."""
 
     instance: Instance
     mode: str
-    batch: int
-    ttft: float | None  # of all its prompts, computed in steps of `--prefill-tokens`; None: not part of the mode
-    tpot: float | None  # of its decode steps; None: not part of the mode
+    batch: int  # requests per DP rank and pipeline stage
+    ttft: float | None  # seconds to prefill all its prompts, in steps of `--prefill-tokens`; None in `static_gen`
+    tpot: float | None  # seconds between two tokens of a request; None in `static_ctx`
     rate: float  # tokens/s per device; prompt tokens in `static_ctx`, output tokens otherwise
 
     def to_json(self) -> dict[str, Any]:
@@ -44,48 +44,49 @@ class StaticResult:
         }
 
 
-def static_of(fitting: list[Instance], mode: str, batch: int | None) -> Sequence[StaticResult]:
-    """Return results for all instances that hold the batch, most tokens/s per device first. batch None: as many as each holds."""
-    # With several pipeline stages, a DP rank's batch is split into as many micro-batches.
+def static_results(fitting: list[Instance], mode: str, batch: int | None) -> Sequence[StaticResult]:
+    """Return results of the instances whose cache holds `batch` requests per DP rank (None: as many as fit), highest rate first."""
     sizes = [(i, -(-batch // i.layout.mesh.pp_size) if batch else i.max_batch) for i in fitting]
     results = [_result(i, mode, size) for i, size in sizes if max(size, 1) <= i.max_batch]
     return Shown(sorted(results, key=lambda r: -r.rate), lambda rows: [_with_intervals(row) for row in rows])
 
 
 def _with_intervals(result: StaticResult) -> StaticResult:
+    instance = result.instance
     names = [name for name in ("ttft", "tpot", "rate") if getattr(result, name) is not None]
 
     def compute() -> list[float]:
-        again = _result(result.instance.on(result.instance.cluster, {}), result.mode, result.batch)
-        return [getattr(again, name) for name in names]
+        # `on` drops the cached prices, so that they are computed in this draw.
+        drawn = _result(instance.on(instance.cluster, {}), result.mode, result.batch)
+        return [getattr(drawn, name) for name in names]
 
     return dataclasses.replace(result, **dict(zip(names, spread(compute), strict=True)))
 
 
 def _result(instance: Instance, mode: str, batch: int) -> StaticResult:
     work = instance.workload
-    users = batch * instance.replicas / instance.layout.devices
-    tokens = min(batch * work.computed, instance.options.prefill_tokens)
-    ttft = None if mode == "static_gen" else instance.prompt_seconds(tokens) * batch
+    requests_per_device = batch * instance.replicas / instance.layout.devices
+    step_tokens = min(batch * work.computed, instance.options.prefill_tokens)
+    ttft = None if mode == "static_gen" else instance.prompt_seconds(step_tokens) * batch
     tpot = None if mode == "static_ctx" else instance.tpot(batch)
     if tpot is None:
-        rate = users * work.computed / ttft
+        rate = requests_per_device * work.computed / ttft
     elif ttft is None:
-        rate = users / tpot
+        rate = requests_per_device / tpot
     else:
-        rate = users * work.output.mean / (ttft + tpot * max(work.output.mean - 1, 0))
+        rate = requests_per_device * work.output.mean / (ttft + tpot * max(work.output.mean - 1, 0))
     return StaticResult(instance, mode, batch, ttft, tpot, rate)
 
 
 def no_room(fitting: list[Instance], too_large: list[Instance], batch: int | None) -> str:
-    """Return a message: how much is missing if no layout holds the batch, and what would fit."""
+    """Return the message that no layout holds the batch: how many bytes are missing, and what would fit."""
     least = min(too_large, key=lambda i: i.memory.weights_total, default=None)
     most = max(fitting, key=lambda i: i.max_batch, default=None)
     return filled("texts", "no_room.txt", least=least, most=most, batch=batch or 1, no_layout=NO_LAYOUT)
 
 
-def show_static(console: Console, results: list[StaticResult], mode: str, rows: int, missing: str) -> None:
-    """Print the table, or `missing` if there are no results."""
+def show_static(console: Console, results: Sequence[StaticResult], mode: str, rows: int, no_results: str) -> None:
+    """Print the table of the first rows, or `no_results` if it is empty."""
     rate = ("prompt tokens/s" if mode == "static_ctx" else "tokens/s") + " a device"
     names = ("<layout", "devices", "batch", "of at most", "TTFT s", "TPOT ms", rate)
     cells = [
@@ -100,4 +101,4 @@ def show_static(console: Console, results: list[StaticResult], mode: str, rows: 
         )
         for result in results[:rows]
     ]
-    console.print(table(f"{mode}: most tokens a second a device first", names, cells) if results else missing)
+    console.print(table(f"{mode}: most tokens a second a device first", names, cells) if results else no_results)

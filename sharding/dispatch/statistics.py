@@ -20,11 +20,12 @@ class DispatchStatistics:
     """Expert load and traffic of one or more layers of one step.
 
     tokens_per_expert: ``[layers, X]`` int64, (token, expert) pairs of each physical expert, summed over EP groups.
-    tokens_per_rank: ``[layers, ranks]`` int64, pairs that each device computed. Devices that share an expert's width each count them.
-    rows_sent_per_rank: ``[ranks]`` int64, rows sent to another device, by the rank that the tokens belong to; as many weighted sums
-        came back. rows_received_per_rank: likewise, by the rank that received them.
-    rounds: exchanges that a rank took part in, over all layers and chunks. More than ``layers × chunks``: tokens overflowed.
-    payload_bytes: bytes of the rows sent, both ways. wire_bytes: bytes that devices sent, padding included.
+    tokens_per_rank: ``[layers, ranks]`` int64, pairs that each device computed. Devices that split an expert's width all count its pairs.
+    rows_sent_per_rank: ``[ranks]`` int64, rows that dispatch sent to other devices, by owner rank of the tokens. Combine returns one
+        weighted sum for each row.
+    rows_received_per_rank: ``[ranks]`` int64, rows that dispatch received from other devices.
+    rounds: exchanges of the rank with the most in each layer, summed over layers. Tokens overflowed if more than ``layers × chunks``.
+    payload_bytes: bytes of rows and weighted sums sent. wire_bytes: all bytes that devices sent, with padding and sizes.
     """
 
     tokens_per_expert: np.ndarray
@@ -48,30 +49,29 @@ class DispatchStatistics:
         dtype: jnp.dtype,
         platform: str,
     ) -> DispatchStatistics:
-        """Return the statistics of ``dispatch``'s counts, of one layer or stacked over layers (a scan's output).
+        """Compute the statistics from ``dispatch``'s counts of one layer, or of several, stacked by a scan.
 
         tokens: tokens of one device, as in ``dispatch_collectives``. width: D. dtype: the compute dtype.
         """
         arrays = {name: np.asarray(value).astype(np.int64) for name, value in counts.items()}
         if arrays["rounds"].ndim == 1:
             arrays = {name: value[None] for name, value in arrays.items()}
-        per_rank = arrays["tokens_per_expert"]
-        per_expert = tokens_per_physical_expert(spec, per_rank)
-        experts = per_expert.shape[1]
-        group = group_of(spec, config, experts, platform)
+        rank_counts = arrays["tokens_per_expert"]
+        tokens_per_expert = tokens_per_physical_expert(spec, rank_counts)
+        group = group_of(spec, config, tokens_per_expert.shape[1], platform)
         plan = exchange_plan(config, tokens, top_k, group)
         wire = WireFormat(width, plan.choices, jnp.dtype(dtype), config.wire == "fp8")
-        # One round's collectives of each chunk, times the rounds that each rank counted.
-        collectives, rounds = plan.kind.collectives(group, wire, plan, 1), int(arrays["rounds"].sum())
-        padded, row_bytes = plan.kind.sends_padding(group), wire.row_bytes + wire.answer_bytes
-        payload = int(arrays["rows_sent"].sum()) * row_bytes if collectives else 0
-        wire_bytes = 0 if padded else payload
-        for each in collectives:
-            if padded or each.purpose == "sizes":
-                wire_bytes += each.bytes_sent * each.times // plan.chunks * rounds
+        collectives = plan.kind.collectives(group, wire, plan, 1)  # of one round per chunk
+        payload = int(arrays["rows_sent"].sum()) * (wire.row_bytes + wire.answer_bytes) if collectives else 0
+        # Without padding, collectives send the payload and the sizes that announce it; with padding, always full buffers.
+        sends_padding, rounds_of_all_ranks = plan.kind.sends_padding(group), int(arrays["rounds"].sum())
+        wire_bytes = 0 if sends_padding else payload
+        for collective in collectives:
+            if sends_padding or collective.purpose == "sizes":
+                wire_bytes += collective.bytes_sent * collective.times // plan.chunks * rounds_of_all_ranks
         return cls(
-            tokens_per_expert=per_expert,
-            tokens_per_rank=per_rank.sum(axis=2),
+            tokens_per_expert=tokens_per_expert,
+            tokens_per_rank=rank_counts.sum(axis=2),
             rows_sent_per_rank=arrays["rows_sent"].sum(axis=0),
             rows_received_per_rank=arrays["rows_received"].sum(axis=0),
             rounds=int(arrays["rounds"].max(axis=1).sum()),
@@ -96,9 +96,8 @@ class DispatchStatistics:
 
 
 def tokens_per_physical_expert(spec: MeshSpec, counts: np.ndarray) -> np.ndarray:
-    """Sum the devices' counts of their own slots, ``[layers, devices, slots]``, over EP groups: ``[layers, slots of an EP group]``."""
+    """Sum each device's counts of its own experts, ``[layers, devices, experts]``, over EP groups: ``[layers, physical experts]``."""
     by_axis = counts.reshape(len(counts), *spec.shape, -1)
-    # Devices that share an expert's width counted the same pairs.
-    alike = tuple(slice(1) if axis in spec.expert_width_axes else slice(None) for axis in spec.axes)
-    copies = by_axis[(slice(None), *alike)].sum(axis=1)
-    return copies.reshape(len(counts), -1)
+    # Devices that split an expert's width count the same pairs: use the first device's count.
+    first_of_width = tuple(slice(1) if axis in spec.expert_width_axes else slice(None) for axis in spec.axes)
+    return by_axis[(slice(None), *first_of_width)].sum(axis=1).reshape(len(counts), -1)

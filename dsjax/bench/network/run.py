@@ -1,4 +1,4 @@
-"""Time each collective over each group at each size, in all processes together, and judge it; as tables and as JSON."""
+"""Time each collective over each group at each size, in all processes together; judge the times, and report them as tables and JSON."""
 
 import dataclasses
 import math
@@ -28,22 +28,23 @@ from dsjax.tables import table
 from sharding.dispatch.ragged import NATIVE_PLATFORMS
 
 VERDICTS = ("as expected", "warning", "failing")
-_MEMORY_SHARE = 0.5
+_STYLES = dict(zip(VERDICTS, ("green", "yellow", "bold red"), strict=True))
+_MEMORY_SHARE = 0.5  # of the free memory, that a case may use
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """Expected seconds of one collective, the bounds beyond which it is a warning or failing, and the expectation's source."""
+    """Expected seconds of one collective, and the seconds above which its verdict is `warning` or `failing`."""
 
     expected: float
     warning: float
     failing: float
-    source: str
+    source: str  # for the reader of the report
 
 
 @dataclass(frozen=True, eq=False)
 class CollectiveCase:
-    """A collective over a group, or a message between two devices, to time at one size."""
+    """A collective over a group, or a message between two devices, to time at one size: about the bytes that a device sends."""
 
     group: DeviceGroup
     collective: str
@@ -63,7 +64,7 @@ class CollectiveRow:
     operand_bytes: int
     sent_bytes: int
     correct: bool
-    samples: tuple[float, ...]  # seconds of one application, or of one way of a message, in the slowest process
+    samples: tuple[float, ...]  # seconds of one collective, or of a message in one direction, in the slowest process
     expectation: Expectation | None
 
     @property
@@ -73,14 +74,14 @@ class CollectiveRow:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that a device sends; nccl-tests' bus bandwidth."""
+        """Bytes per second that a device sends, which nccl-tests calls bus bandwidth."""
         return self.sent_bytes / self.median
 
     @property
     def verdict(self) -> str | None:
-        """One of `VERDICTS`; None if the data are right and there is no expectation."""
+        """One of `VERDICTS`: `failing` with wrong data; None with correct data and no expectation."""
         if not self.correct:
-            return VERDICTS[2]
+            return "failing"
         if self.expectation is None:
             return None
         bounds = (self.expectation.warning, self.expectation.failing)
@@ -132,17 +133,17 @@ def run_cases(
 ) -> Results:
     """Time each case in turn; after Ctrl-C or the loss of another process, return the results so far."""
     results = Results()
-    before: dict[tuple, list[CollectiveRow]] = {}
+    rows: dict[tuple, list[CollectiveRow]] = {}
     with results.collecting(agree):
         for case in todo:
             program = CollectiveProgram(case.group, case.collective, case.size, dtype)
-            smaller = before.setdefault((case.group, case.collective), [])
+            smaller = rows.setdefault((case.group, case.collective), [])
             if reason := why_not(case, program, smaller, options.row_limit, agree):
                 results.skipped.append((case, reason))
                 continue
-            part = case.group.takes_part
-            correct = all(agree("correct", program.arrives_right() if part else True))
-            prepared = program.loop() if part else PreparedCase(lambda count: None)
+            takes_part = case.group.takes_part  # a process that does not still takes part in each all-gather (`agree`)
+            correct = all(agree("correct", program.arrives_right() if takes_part else True))
+            prepared = program.loop() if takes_part else PreparedCase(lambda count: None)
             samples = sample(prepared, options.repeats, agree)
             if not samples:
                 results.skipped.append((case, TOO_NOISY))
@@ -156,7 +157,7 @@ def run_cases(
 
 
 def sample(prepared: PreparedCase, repeats: int, agree: Agree) -> tuple[float, ...]:
-    """Time a collective `repeats` times; return seconds of one application in the slowest process, or nothing if the times are noise."""
+    """Time a program `repeats` times. Return seconds of one application in the slowest process; empty if the times are noise."""
     prepared.agree = agree
     prepared.warm_up()
     times = prepared.take(Budget(math.inf, repeats))
@@ -164,51 +165,55 @@ def sample(prepared: PreparedCase, repeats: int, agree: Agree) -> tuple[float, .
 
 
 def why_not(
-    case: CollectiveCase, program: CollectiveProgram, before: list[CollectiveRow], limit: float, agree: Agree
+    case: CollectiveCase, program: CollectiveProgram, smaller: list[CollectiveRow], limit: float, agree: Agree
 ) -> str | None:
-    """Return one line that says why a case cannot be timed, the same in all processes; else None. before: rows of smaller sizes."""
+    """Return why a case cannot be timed, in one line and the same in all processes; None if it can. smaller: rows of smaller sizes."""
     device = jax.local_devices()[0]
-    is_shared = device.platform == "cpu"
     if case.collective == "ragged_all_to_all" and device.platform not in NATIVE_PLATFORMS:
         return "XLA has it on GPUs and TPUs only; elsewhere serving emulates it by all_to_all"
-    local_devices = sum(peer.process_index == device.process_index for peer in case.group.devices.flat)
-    # Emulated devices of all processes on a host share its memory.
-    place, users = (socket.gethostname(), max(1, local_devices)) if is_shared else (str(device.process_index), 1)
-    hosts: dict[str, list[tuple[int, int]]] = {}
-    for host, count, free in agree("free", [place, users, free_memory(device)]):
-        hosts.setdefault(host, []).append((count, free))
-    needs = [
-        (program.memory * sum(count for count, _ in told), min(free for _, free in told)) for told in hosts.values()
-    ]
-    needed, free = max(needs, key=lambda need: need[0] / max(need[1], 1))
+    needed, free = _most_crowded(case, program.memory, device, agree)
     if needed > _MEMORY_SHARE * free:
         return f"needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
-    if before and _seconds_by(before, program.sent_bytes) > limit:
+    if smaller and _extrapolate(smaller, program.sent_bytes) > limit:
         return f"would take more than --row-limit {limit:g} s, by the size before it"
     return None
 
 
-def _seconds_by(before: list[CollectiveRow], sent: int) -> float:
-    """Extrapolate from the last size before. A message's smallest row is its latency, which does not grow with the bytes."""
-    fixed = before[0].median if before[0].case.collective == SEND_RECEIVE else 0.0
-    return fixed + (before[-1].median - fixed) * sent / before[-1].sent_bytes
+def _most_crowded(case: CollectiveCase, device_bytes: int, device: jax.Device, agree: Agree) -> tuple[int, int]:
+    """Return (needed, free) bytes of the fullest memory. Emulated devices of all processes on a host share the host's memory."""
+    memory, users = str(device.process_index), 1
+    if device.platform == "cpu":
+        local_devices = sum(peer.process_index == device.process_index for peer in case.group.devices.flat)
+        memory, users = socket.gethostname(), max(1, local_devices)
+    totals: dict[str, tuple[int, int]] = {}
+    for name, count, free in agree("free", [memory, users, free_memory(device)]):
+        count_before, free_before = totals.get(name, (0, free))
+        totals[name] = (count_before + count, min(free_before, free))
+    users, free = max(totals.values(), key=lambda total: total[0] / max(total[1], 1))
+    return device_bytes * users, free
+
+
+def _extrapolate(smaller: list[CollectiveRow], sent: int) -> float:
+    """Predict seconds from the last smaller size. A message's smallest row is its latency, which does not grow with the bytes."""
+    fixed = smaller[0].median if smaller[0].case.collective == SEND_RECEIVE else 0.0
+    return fixed + (smaller[-1].median - fixed) * sent / smaller[-1].sent_bytes
 
 
 def expect(cluster: Cluster, case: CollectiveCase, sent: int) -> Expectation:
-    """Return a cluster file's expectation: from its `[acceptance]` table for this collective, or the planner's estimate for its links."""
+    """Return the expectation for `sent` bytes of a device: by the cluster file's `[acceptance]` table, or by the planner for its links."""
     group, limits = case.group, cluster.acceptance
     place = "between_hosts" if group.between_hosts else "inside_host"
     if bounds := getattr(limits, place).get(case.collective):
         seconds = bounds.latency_us * 1e-6 + sent / (bounds.gb_per_s * 1e9)
         source = f"{cluster.name}: acceptance.{place}.{case.collective}"
     else:
-        near = group.near(cluster.domain, cluster.devices_per_host)
-        if case.collective == "all_reduce":
-            seconds = all_reduce(cluster, group.ranks, sent * group.ranks / (2 * (group.ranks - 1)), near)
+        near, ranks = group.near(cluster.domain, cluster.devices_per_host), group.ranks
+        if case.collective == "all_reduce":  # priced by its operand's bytes, the others by the bytes for one peer
+            seconds = all_reduce(cluster, ranks, sent * ranks / (2 * (ranks - 1)), near)
         else:
             if case.collective == SEND_RECEIVE:  # the only sender has a whole NIC
                 cluster = dataclasses.replace(cluster, nics_per_host=cluster.devices_per_host)
-            seconds = xla_collective(cluster, group.ranks, sent / (group.ranks - 1), kind=case.collective, near=near)
+            seconds = xla_collective(cluster, ranks, sent / (ranks - 1), kind=case.collective, near=near)
         source = f"{cluster.name}: its links, as dsjax plan reckons with them"
     return Expectation(seconds, seconds * limits.warning, seconds * limits.failing, source)
 
@@ -224,11 +229,8 @@ def check_cluster(cluster: Cluster, devices: np.ndarray) -> None:
     if most > cluster.devices_per_host or len(by_process) > cluster.hosts:
         raise UserError(
             f"--cluster {cluster.name} has {cluster.hosts} hosts of {cluster.devices_per_host} devices, and the mesh takes {most} "
-            f"devices of each of {len(by_process)} processes; give the cluster that this is, one process a host"
+            f"devices of each of {len(by_process)} processes; give the file of this cluster, and start one process per host"
         )
-
-
-_STYLES = dict(zip(VERDICTS, ("green", "yellow", "bold red"), strict=True))
 
 
 def show(console: Console, results: Results, cluster: Cluster | None) -> None:
@@ -239,16 +241,13 @@ def show(console: Console, results: Results, cluster: Cluster | None) -> None:
     for collective, group, reason in reasons:
         console.print(f"left out: {collective} over {group}: {reason}", highlight=False)
     console.print(
-        "ms: one collective, or one way of a message (send_receive), median of the repeats, the slowest process of each; "
-        "bytes: that leave a device; GB/s: bytes ÷ time, "
-        "which nccl-tests calls bus bandwidth.",
+        "ms: one collective, or a message in one direction (send_receive): the median over the repeats, in the slowest process; "
+        "bytes: what a device sends; GB/s: bytes ÷ time, which nccl-tests calls bus bandwidth.",
         style="dim",
         highlight=False,
     )
     if cluster is None:
-        console.print(
-            "No --cluster: nothing is expected, only whether the data arrived right is judged.", highlight=False
-        )
+        console.print("Without --cluster, no time is expected; only the data are checked.", highlight=False)
     if verdict := worst(results):
         counts = Counter(row.verdict for row in results.rows)
         text = ", ".join(f"{counts[each]} {each}" for each in VERDICTS)
@@ -275,7 +274,7 @@ def _table(rows: list[CollectiveRow]) -> Table:
                 ("" if row.correct else "data wrong: ") + (row.verdict or ""),
             ]
         )
-    return table(title, names, cells, [_STYLES[one.verdict] if one.verdict in VERDICTS[1:] else None for one in rows])
+    return table(title, names, cells, [_STYLES[row.verdict] if row.verdict in VERDICTS[1:] else None for row in rows])
 
 
 def to_json(
@@ -289,8 +288,8 @@ def to_json(
     """Stable fields. `verdict` is as expected, warning, failing or None (no expectation); `skipped` has skipped cases, with `reason`.
 
     A row has `group`, `between_hosts`, `ranks`, `hosts`, `collective`, `operand_bytes`, `sent_bytes` (by a device), `median_s`, `low_s`
-    and `high_s` (10th and 90th percentile; the extremes of fewer than ten samples), `samples_s`, `bytes_per_s`, `correct` (the data
-    arrived right), `expected_s`, `warning_s`, `failing_s`, `expected_source` and `verdict`.
+    and `high_s` (10th and 90th percentile; the extremes of fewer than ten samples), `samples_s`, `bytes_per_s`, `correct` (whether the
+    data arrived right), `expected_s`, `warning_s`, `failing_s`, `expected_source` and `verdict`.
     """
     return {
         **origin(NETWORK_FORMAT, device),

@@ -18,15 +18,16 @@ MAX_TEMPERATURE = 1e6
 """At this temperature all tokens are equally probable. Beyond float32's range, masked logits would be -∞ ÷ ∞."""
 MAX_BAD_WORDS = 1_024
 GREEDY_TEMPERATURE = 1e-5
-_NUMBERS = {
+"""Lower temperatures count as 0."""
+_NUMBERS = {  # field → (least, most); None: no limit
     "temperature": (0.0, MAX_TEMPERATURE),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.0, None),
+    "repetition_penalty": (1e-6, 1e6),  # below the smallest float32, the device would divide by 0
 }
-_INTEGERS = {
+_INTEGERS = {  # likewise
     "n": (1, None),
     "top_k": (-1, None),
     "seed": (-(2**63), 2**63 - 1),
@@ -38,10 +39,10 @@ _INTEGERS |= dict.fromkeys(("logprobs", "prompt_logprobs"), (0, MAX_LOGPROBS))
 
 
 class OutputKind(enum.Enum):
-    """What each `RequestOutput` of a request holds."""
+    """What each `RequestOutput` of a request contains."""
 
-    CUMULATIVE = "cumulative"  # everything so far, with each step
-    DELTA = "delta"  # what this step added
+    CUMULATIVE = "cumulative"  # after each step, everything so far
+    DELTA = "delta"  # after each step, only the new tokens and text
     FINAL_ONLY = "final_only"  # one output, when all completions of the request are finished
 
 
@@ -66,23 +67,23 @@ class SamplingParams:
         repetition_penalty: divides the positive logits of tokens in the prompt or the output, and multiplies the others.
         logit_bias: token id → number in [-100, 100] added to the token's logit.
         allowed_token_ids: only these tokens may be sampled; None: all.
-        bad_words: strings whose token sequences are never generated: the last token is masked after the others.
-        seed: the same seed and prompt give the same text, whatever else runs; different prompts with one seed share their noise. None and
-            -1: a seed is drawn from the engine's seed.
+        bad_words: strings never to generate: once the output ends with all tokens of such a string but the last, the last one is masked.
+        seed: the same seed and prompt give the same text, whatever else runs. Different prompts with one seed get the same random numbers.
+            None and -1: draw a seed from the engine's generator.
         stop: strings that end the text, regardless of token boundaries.
         stop_token_ids: tokens that end the text, in addition to the model's end-of-sequence tokens.
         ignore_eos: continue past the model's end-of-sequence tokens.
         max_tokens: maximum number of tokens to generate; None: as many as the model and the cache can hold.
         min_tokens: end-of-sequence tokens, stop tokens and stop strings have no effect before this many tokens.
-        thinking_token_budget: maximum number of tokens between `<think>` and `</think>`, which then follows; None: no limit.
+        thinking_token_budget: maximum number of tokens after `<think>`; `</think>` is forced after that many. None: no limit.
         logprobs: return the log-probabilities of each token and of this many most probable ones (0 to 20); None: none.
         prompt_logprobs: the same for each prompt token except the first.
         structured_outputs: the format that the text must have; None: any.
         detokenize: whether to produce text; stop strings need it.
         skip_special_tokens: omit the tokenizer's special tokens from the text.
         include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
-        output_kind: contents of each output: everything so far, this step's addition, or only the finished result.
-        kept_special_tokens: special tokens that stay in the text when others are omitted: markers for a parser of the text.
+        output_kind: see `OutputKind`.
+        kept_special_tokens: special tokens that `skip_special_tokens` does not omit, because a parser of the text needs them.
     """
 
     n: int = 1
@@ -127,9 +128,10 @@ class SamplingParams:
             fields["logit_bias"] = {plain(token): plain(bias) for token, bias in self.logit_bias.items()}
         if isinstance(self.structured_outputs, Mapping):
             known = [field.name for field in dataclasses.fields(StructuredOutputs)]
-            if unknown := [str(name) for name in self.structured_outputs if name not in known]:
-                reason = f"found the unknown field {unknown[0]}; the fields are {', '.join(known)}"
-                raise SamplingError("structured_outputs", reason)
+            for name in self.structured_outputs:
+                if name not in known:
+                    reason = f"found the unknown field {name}; the fields are {', '.join(known)}"
+                    raise SamplingError("structured_outputs", reason)
             fields["structured_outputs"] = StructuredOutputs(**self.structured_outputs)
         if self.seed == -1:
             fields["seed"] = None
@@ -140,10 +142,10 @@ class SamplingParams:
 
     def __setattr__(self, name: str, value: object):
         """Change a field. On an invalid value, raise as the constructor does and change nothing."""
-        if "_is_checked" in self.__dict__:
-            self.__dict__.update(vars(replace(self, **{name: value})))
-        else:  # the constructor's
-            self.__dict__[name] = value
+        if "_is_checked" in vars(self):
+            vars(self).update(vars(replace(self, **{name: value})))  # `replace` checks all fields
+        else:  # called by the constructor
+            vars(self)[name] = value
 
     def clone(self) -> "SamplingParams":
         """Return an independent copy."""
@@ -163,15 +165,10 @@ class SamplingParams:
         for name, bounds in _NUMBERS.items():
             _check_number(name, getattr(self, name), *bounds)
         for name, bounds in _INTEGERS.items():
-            if getattr(self, name) is not None or name in ("n", "top_k", "min_tokens"):
+            if getattr(self, name) is not None or name in ("n", "top_k", "min_tokens"):  # the others may be None
                 _check_integer(name, getattr(self, name), *bounds)
         if self.top_p == 0:
             raise SamplingError("top_p", "found 0, expected a number above 0 and at most 1")
-        # Below the smallest float32, the device would divide by 0.
-        if not 1e-6 <= self.repetition_penalty <= 1e6:
-            raise SamplingError(
-                "repetition_penalty", f"found {self.repetition_penalty}, expected a number above 0 (1e-6 to 1e6)"
-            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise SamplingError("min_tokens", f"found {self.min_tokens}, expected at most max_tokens={self.max_tokens}")
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):

@@ -99,7 +99,7 @@ class InputProcessor:
         stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
         max_tokens = params.max_tokens
         if max_tokens is None:
-            self.config.check_fits(len(token_ids), max(1, params.min_tokens), is_given=False)
+            self.config.check_fits(len(token_ids), max(1, params.min_tokens), is_explicit=False)
             max_tokens = self.config.max_request_len - len(token_ids)
         else:
             self.config.check_fits(len(token_ids), max_tokens)

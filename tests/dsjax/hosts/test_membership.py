@@ -37,7 +37,7 @@ def test_a_process_that_comes_back_waits_until_jax_has_forgotten_the_one_before_
     until(lambda: len(told) == 1)
     back = enter(three[2].options)
     coordination.wait_until_forgotten.assert_called_once_with(2)
-    assert (back.epoch, back._response.here) == (5, [0, 1])
+    assert (back.epoch, back._response.live_ids) == (5, [0, 1])
     assert back.wanted == "dp=2"  # what it should compile for
     assert back._response.service == leader._response.service
     assert leader.live_ids == [0, 1]

@@ -19,7 +19,7 @@ from dsjax.addresses import split_address
 from dsjax.errors import UserError
 from dsjax.hosts import HostOptions, coordination, rendezvous
 from dsjax.hosts.group import GroupError, HostGroup
-from dsjax.hosts.wire import JoinRequest, on_loopback
+from dsjax.hosts.wire import JoinRequest, loopback_error
 from dsjax.messaging import Endpoint
 
 ALIKE = {"the version of dsjax": "1.0", "--mesh": "dp=4", "the checkpoint fingerprint": "ab12"}
@@ -334,6 +334,6 @@ def test_an_address_that_was_not_known_is_found_before_anything_listens(monkeypa
 def test_loopback_addresses_are_refused_where_the_machines_differ():
     here = JoinRequest(0, 2, "a", 1, "10.0.0.1", "boot-1")
     other = JoinRequest(1, 2, "b", 2, "127.0.1.1", "boot-2")
-    assert "listens at 127.0.1.1, which other hosts cannot reach" in on_loopback({0: here, 1: other})
+    assert "listens at 127.0.1.1, which other hosts cannot reach" in loopback_error({0: here, 1: other})
     for change in ({"machine": "boot-1"}, {"address": "10.0.0.2"}):
-        assert on_loopback({0: here, 1: msgspec.structs.replace(other, **change)}) is None
+        assert loopback_error({0: here, 1: msgspec.structs.replace(other, **change)}) is None

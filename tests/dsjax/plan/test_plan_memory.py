@@ -11,7 +11,7 @@ from dsjax.model.parameter_counts import parameter_counts
 from dsjax.model.parameter_table import abstract_parameters
 from dsjax.plan.engine import ENGINES, find_engine
 from dsjax.plan.figure import assumed, spread
-from dsjax.plan.fit import asked
+from dsjax.plan.fit import fit_mesh
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.memory import memory, weight_bytes
 from dsjax.plan.precision import PRECISIONS
@@ -73,6 +73,6 @@ def test_a_plan_has_the_cache_that_fit_gives_at_the_greatest_fraction_that_fits(
     """Fractions are tried in hundredths of a device."""
     question = ask(cluster, options=options_for(engine))
     instance = question.instance(parse_layout(mesh, 0, question.config), {})
-    greatest = asked(question, mesh, asked(question, mesh).fractions[1])
+    greatest = fit_mesh(question, mesh, fit_mesh(question, mesh).fractions[1])
     apart = instance.memory.cache_tokens - greatest.cache_tokens
     assert 0 <= apart * instance.memory.cache_per_token <= 0.0101 * question.cluster.hardware.visible_bytes

@@ -3,12 +3,12 @@
 import pytest
 
 from dsjax.plan.search import instances
-from dsjax.plan.static import static_of
+from dsjax.plan.static import static_results
 from dsjax.plan.workload import PlanOptions
 
 
 def static(question, mode, batch):
-    return static_of(instances(question)[1], mode, batch)
+    return static_results(instances(question)[1], mode, batch)
 
 
 def test_static_is_its_two_halves_one_after_the_other(ask):
