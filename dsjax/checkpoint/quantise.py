@@ -1,8 +1,8 @@
 """DeepSeek's FP8 weights on the host: e4m3 values with one float32 scale per 128 × 128 block.
 
 ``weight = fp8 × scale``; the scale is the block's largest magnitude divided by 448, e4m3's largest finite value
-(DeepSeek-V3 technical report §3.3.2; ``weight_quant`` of its inference code). Matrices are two-dimensional; if 128 does
-not divide a dimension, its last blocks are shorter.
+(DeepSeek-V3 technical report §3.3.2; ``weight_quant`` of its inference code). Matrices have two dimensions; if 128 does
+not divide one, its last blocks are shorter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FP8_VALUES = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
 
 
 def block_scales(matrix: Float[np.ndarray, "I J"]) -> Float32[np.ndarray, "I/128 J/128"]:
-    """Return each block's scale. A block of zeros gets 1, to avoid division by zero; other magnitudes are at least `fp8.LEAST`."""
+    """Return each block's scale; 1 for a block of zeros, to avoid division by zero. Other blocks count as at least `fp8.LEAST`."""
     magnitude = np.abs(matrix.astype(np.float32))
     rows = np.maximum.reduceat(magnitude, np.arange(0, matrix.shape[0], BLOCK), axis=0)
     largest = np.maximum.reduceat(rows, np.arange(0, matrix.shape[1], BLOCK), axis=1)
@@ -54,19 +54,18 @@ def read_scale(weight: Tensor, scale: Tensor) -> tuple[Float32[np.ndarray, "I/12
         return values, "has values that are not finite (NaN or infinity)"
     if (values < 0).any():
         return values, "has negative block scales"
-    for place in np.argwhere(values == 0):
-        block = (
-            slice(int(at) * BLOCK, min(int(at + 1) * BLOCK, size)) for at, size in zip(place, weight.shape, strict=True)
-        )
-        if (np.asarray(weight[tuple(block)]).view(np.uint8) & 0x7F).any():  # -0 is zero
+    for block in np.argwhere(values == 0).tolist():
+        ends = [(index + 1) * BLOCK for index in block]
+        rows, columns = (slice(end - BLOCK, min(end, size)) for end, size in zip(ends, weight.shape, strict=True))
+        if (np.asarray(weight[rows, columns]).view(np.uint8) & 0x7F).any():  # ignores the sign: −0 is zero
             return values, "has a block scale of zero, and the weights of the block are not zero"
     return values, None
 
 
 def expand(scale: np.ndarray, row: int, column: int, shape: tuple[int, int]) -> np.ndarray:
-    """Return the scale of each element of a part of shape ``shape`` that starts at ``[row, column]``.
+    """Return the scale of each value in the part of a matrix that has this shape and starts at ``[row, column]``.
 
-    If the part lies in one row of blocks, returns a single row for NumPy to broadcast.
+    If the part lies in one row of blocks, return a single row, which NumPy broadcasts.
     """
     columns = np.arange(column, column + shape[1]) // BLOCK
     if row // BLOCK == (row + shape[0] - 1) // BLOCK:

@@ -34,12 +34,12 @@ def place_held(
 ) -> dict[str, jax.Array]:
     """Make every parameter as ``place`` does, from the shards that this process holds; ``fill`` reads the rest.
 
-    A shard that is already in place stays. Other shards are made layer by layer, and each layer of the old shards is freed as soon as the
-    new layer is complete. On accelerators, an array is a stack of layers and is freed as a whole: if a device has no room for the old and
-    the new array, the old one moves to host memory first. Parameters that shrink come first. Peak memory is therefore the larger of
-    before and after the change, plus one layer of one parameter.
+    A shard that a device already has stays. Other shards are made layer by layer. In host memory, a layer of the old shards is freed as
+    soon as it is complete in the new ones. An accelerator frees an array, a stack of layers, only as a whole: if there is no room for the
+    old and the new array, the old one moves to host memory first. Parameters whose shards do not grow come first. Peak memory is therefore
+    the larger of before and after the change, plus one layer of one parameter.
 
-    Afterwards ``held`` has the new shards; after an exception, the old and new shards as far as they are complete.
+    Afterwards ``held`` has the new shards; after an exception, the old and the new shards, with the layers that each still or already has.
 
     Raises:
         MeshError: the mesh does not divide a dimension; raised before anything is filled. Errors of ``fill`` and ``advance`` propagate.
@@ -47,12 +47,12 @@ def place_held(
     shardings = {path: rules.sharding(mesh, info.logical_axes, info.shape) for path, info in parameters.items()}
 
     def grows(path: str) -> bool:
-        before = max((shard.values.size for shard in held.shards(path)), default=0)
-        return math.prod(shardings[path].shard_shape(parameters[path].shape)) > before
+        old_size = max((shard.values.size for shard in held.shards(path)), default=0)
+        return math.prod(shardings[path].shard_shape(parameters[path].shape)) > old_size
 
     maker = _ShardMaker(held, fill, advance)
     arrays = {}
-    for path in sorted(parameters, key=grows):
+    for path in sorted(parameters, key=grows):  # False comes first
         info = parameters[path]
         targets = [
             _Target(info, shardings[path], region, Extent.of(info, region, names.experts_of(path)), devices)
@@ -67,14 +67,14 @@ def place_held(
 
 @dataclass(eq=False)
 class _Target:
-    """A shard to make for a set of devices."""
+    """A new shard, and the devices that it is for."""
 
     info: ParameterInfo
     sharding: NamedSharding
     region: Box
     extent: Extent
     devices: list[jax.Device]
-    shard: HeldShard | None = None  # the result
+    shard: HeldShard | None = None  # None until it is made
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,9 +101,9 @@ class _ShardMaker:
         """Make the arrays of a parameter on this process's devices, and free the old ones."""
         old = self.held.shards(path)
         for target in targets:
-            alike = [shard for shard in old if target.extent.is_like(shard.extent) and shard.is_there.all()]
-            if alike:
-                self._keep(path, target, max(alike, key=lambda shard: len(shard.arrays.keys() & set(target.devices))))
+            same = [shard for shard in old if target.extent.is_like(shard.extent) and shard.is_there.all()]
+            if same:  # keep the one that most of the devices have already
+                self._keep(path, target, max(same, key=lambda shard: len(shard.arrays.keys() & set(target.devices))))
         if self.held.is_on_host(targets[0].devices[0]):
             self._make_on_host(path, targets)
         else:
@@ -130,7 +130,7 @@ class _ShardMaker:
         self.advance(values.nbytes)
 
     def _make_on_host(self, path: str, targets: Sequence[_Target]) -> None:
-        """Make shards in host memory, which the devices share, and free the old memory layer by layer."""
+        """Make shards in host memory, which the devices share, and free the old shards layer by layer."""
         new = [target for target in targets if target.shard is None]
         for target in new:
             values = aligned_empty(target.shape, target.info.storage_dtype)
@@ -139,7 +139,7 @@ class _ShardMaker:
         for layer in range(targets[0].extent.num_layers):
             for target in new:
                 for index, piece in self._pieces(path, target, layer):
-                    if piece is None:
+                    if piece is None:  # not held
                         self._read(target.shard.values[index], path, target, index)
                     else:
                         target.shard.values[index] = piece
@@ -151,30 +151,28 @@ class _ShardMaker:
             target.shard.arrays = {device: target.put(target.shard.values, device) for device in target.devices}
 
     def _make_on_devices(self, path: str, targets: Sequence[_Target]) -> None:
-        """Make shards directly on their devices; the host may have no room for them."""
+        """Make each shard on its first device and copy it to the others: the host may have no room for it."""
         new = [target for target in targets if target.shard is None]
         self._make_room(path, new, [target.shard for target in targets])
         for target in new:
-            device = target.devices[0]
-            dtype = target.info.storage_dtype
-            values = _zeros(target.shape, dtype, device)
+            first, dtype = target.devices[0], target.info.storage_dtype
+            values = _zeros(target.shape, dtype, first)
             for layer in range(target.extent.num_layers):
-                for index, piece in self._pieces(path, target, layer, device):
-                    if piece is None:
+                for index, piece in self._pieces(path, target, layer, first):
+                    if piece is None:  # not held
                         piece = np.empty([part.stop - part.start for part in index], dtype)
                         self._read(piece, path, target, index)
                     starts = tuple(np.int32(part.start) for part in index)
-                    values = _write(values, jax.device_put(piece, device), starts)
+                    values = _write(values, jax.device_put(piece, first), starts)
                 values = jax.block_until_ready(values)
                 self.advance(target.layer_bytes)
             arrays = {device: target.put(values, device) for device in target.devices}
             jax.block_until_ready(list(arrays.values()))
-            there = np.ones(target.extent.num_layers, bool)
-            target.shard = HeldShard(target.extent, arrays[device], arrays, there)
+            target.shard = HeldShard(target.extent, arrays[first], arrays, np.ones(target.extent.num_layers, bool))
             self.held.add(path, target.shard)
 
-    def _make_room(self, path: str, new: Sequence[_Target], keeping: Sequence[HeldShard | None]) -> None:
-        """Move old shards to host memory from devices without room for the new shards plus one layer."""
+    def _make_room(self, path: str, new: Sequence[_Target], kept: Sequence[HeldShard | None]) -> None:
+        """Move old shards, except the kept ones, to host memory from devices without room for the new shards plus one layer."""
         needed: dict[jax.Device, int] = {}
         for target in new:
             for device in target.devices:
@@ -182,7 +180,7 @@ class _ShardMaker:
         free = {device: self.held.free_bytes(device) for device in needed}
         short = {device for device, nbytes in needed.items() if free[device] is not None and free[device] < nbytes}
         for shard in self.held.shards(path):
-            if shard not in keeping and not short.isdisjoint(shard.arrays):
+            if shard not in kept and not short.isdisjoint(shard.arrays):
                 shard.move_to_host()
 
     def _pieces(
@@ -190,26 +188,22 @@ class _ShardMaker:
     ) -> Iterator[tuple[Index, np.ndarray | Array | None]]:
         """Yield the pieces of a layer: the position in the new shard, and the values, or None if this process does not hold them.
 
-        device: the device whose shards are used first. Missing values of neighbouring slots form one piece, which is read faster.
+        device: the device whose shards are used first.
         """
         extent = target.extent
-        missing = []
+        missing: dict[Box, list[int]] = {}  # slots by box
         for slot, expert in enumerate(extent.experts_in(layer)):
             pieces, left = self.held.look_up(path, layer, expert, extent.box, device)
             for piece in pieces:
                 values = piece.shard.read(layer, piece.slot, piece.box)
                 self.held.counts.moved += values.nbytes
                 yield extent.index(layer, slot, piece.box), values
-            missing += [(box, slot) for box in left]
-        runs: list[tuple[Box, int, int]] = []
-        for box, slot in sorted(missing):
-            last, first, slots = runs[-1] if runs else (None, 0, 0)
-            if last == box and first + slots == slot:
-                runs[-1] = (box, first, slots + 1)
-            else:
-                runs.append((box, slot, 1))
-        for box, first, slots in runs:
-            yield extent.index(layer, first, box, slots), None
+            for box in left:
+                missing.setdefault(box, []).append(slot)
+        for box, slots in sorted(missing.items()):
+            # A run of consecutive slots is one piece, which is read faster.
+            for run in np.split(np.array(slots), np.flatnonzero(np.diff(slots) != 1) + 1):
+                yield extent.index(layer, int(run[0]), box, len(run)), None
 
     def _read(self, out: np.ndarray, path: str, target: _Target, index: Index) -> None:
         """Read part of a shard from the checkpoint. index: position in the shard."""

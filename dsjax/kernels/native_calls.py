@@ -35,19 +35,18 @@ HIDDEN_FORMATS = ("float32", "fp8", "nvfp4")
 """Formats to which an expert's hidden values can be rounded, in the order of the enum ``Hidden`` in ``native/experts.h``."""
 
 PATIENCE = 300
-"""Seconds, as `--step-timeout`. Devices that share a few cores reach an exchange one after another, each after a layer's work."""
+"""Seconds, as `--step-timeout`. Devices that share a few cores reach an exchange one by one, each after computing a whole layer."""
 
 
 @dataclass(frozen=True)
 class NativeKernels:
-    """The kernels of a loaded library. ``threads``: most threads of a call; results do not depend on it."""
+    """The kernels of a loaded library."""
 
     path: Path  # of the library
-    # of the library. It is part of the kernels' names in programs, so a program from JAX's compilation cache never meets kernels of another
-    # version
+    # of the library; part of the kernels' names in XLA, so that a program in JAX's compilation cache never runs another version's kernels
     name: str
-    threads: int
-    # seconds in which all devices must reach an in-memory exchange; otherwise the program fails on the devices that have
+    threads: int  # maximum number of threads of a call; results do not depend on it
+    # seconds within which all devices must reach an in-memory exchange; otherwise the program fails on those that have reached it
     patience: int = PATIENCE
 
     @classmethod
@@ -55,7 +54,7 @@ class NativeKernels:
         """Load a library that ``build`` has verified, and register its kernels with XLA.
 
         Raises:
-            Exception: the library has changed since, or JAX rejects it; none of its kernels are used then.
+            Exception: the library has changed since it was verified, or JAX rejects it. None of its kernels are used then.
         """
         _library(path.resolve())
         return cls(path.resolve(), path.stem, threads)
@@ -69,7 +68,7 @@ class NativeKernels:
         weights_NK: Float[Array, "N K"],
         *,
         pieces: int = 1,
-        apart: bool = False,
+        terms: bool = False,
         fp4_block: int = 0,
         hidden: str = "float32",
         powers: bool = False,
@@ -77,23 +76,21 @@ class NativeKernels:
     ) -> Float[Array, "N D"] | Float[Array, "N K D"]:
         """Return ``out[n] = sum_k weights[n, k] * Expert_{ids[n, k]}(rows[n])`` in float32, added in the order of k. Id -1: no expert.
 
-        pieces: number of partial sums over F (``sharding.sums``). apart: return the terms over k, zero for no expert, instead of their sum.
-
-        stack: ``gate_up.weight [L, X, D, 2, F]`` and ``down.weight [L, X, F, D]`` in float32, or as the bits of bfloat16 or
-            e4m3 (with ``gate_up.scale`` and ``down.scale``), or packed, two values per byte along the depth, with scales (of two bytes
-            for INT4), and for NVFP4 also with ``gate_up.global_scale`` and ``down.global_scale``. fp4_block: values that share a
-            scale in a packed format; 0: not packed.
-        hidden: format of the hidden values, from ``HIDDEN_FORMATS``: ``fp8`` as in ``sharding.fp8``, with ``powers``, or ``nvfp4`` as in
-            ``dsjax.fp4.rows``. Rows are used as given. limit: as in ``gated``.
-        rows: ``[N, W]`` of four-byte elements, whose first D columns are float32 (``PackedRows`` are read where they lie).
+        stack: ``gate_up.weight [L, X, D, 2, F]`` and ``down.weight [L, X, F, D]``, which are float32; or the bits of bfloat16; or the bits
+            of e4m3, with ``gate_up.scale`` and ``down.scale``; or packed, two values per byte along D of ``gate_up`` and F of ``down``,
+            with scales (of two bytes for INT4), and for NVFP4 also ``gate_up.global_scale`` and ``down.global_scale``.
+        layer: of the stack. rows: ``[N, W]`` of four-byte elements, whose first D columns are float32, so that ``PackedRows`` are read in
+            place. They are not rounded.
+        pieces: number of partial sums over F (``sharding.sums``). terms: return the terms over k, zero for no expert, instead of their sum.
+        fp4_block: values that share a scale in a packed format; 0: not packed. limit: as in ``dsjax.kernels.gate.gated``.
+        hidden: from ``HIDDEN_FORMATS``: ``fp8`` as in ``sharding.fp8.quantise`` with ``powers``, or ``nvfp4`` as in ``dsjax.fp4.rows``.
         """
-        arguments, D, settings = self._of_experts(
+        arguments, settings = self._expert_inputs(
             stack, layer, rows, ids_NK, weights_NK, pieces, fp4_block, hidden, powers, limit
         )
-        gate_up = arguments[0]
-        out = jax.ShapeDtypeStruct((*ids_NK.shape, D) if apart else (ids_NK.shape[0], D), jnp.float32)
-        _, X, _, _, F = gate_up.shape
-        sizes = (X, D, F, *ids_NK.shape, gate_up.dtype.itemsize, apart)
+        gate_up, D = stack["gate_up.weight"], stack["down.weight"].shape[-1]
+        out = jax.ShapeDtypeStruct((*ids_NK.shape, D) if terms else (ids_NK.shape[0], D), jnp.float32)
+        sizes = (gate_up.shape[1], D, gate_up.shape[-1], *ids_NK.shape, gate_up.dtype.itemsize, terms)
         return self._call("experts", out, sizes)(*arguments, **settings)[0]
 
     def experts_together(
@@ -114,7 +111,7 @@ class NativeKernels:
         powers: bool = False,
         limit: float | None = None,
     ) -> tuple[Float[Array, "N D"], Int[Array, "X"], Int[Array, ""]]:
-        """Compute ``experts`` on ``ranks`` devices of this process without an exchange: each device's rows are read in place.
+        """Compute ``experts`` on a group of ``ranks`` devices of this process without an exchange: they read each other's rows in place.
 
         ids_NK: ids over the experts of all devices, ``held`` per device; further experts in ``stack`` are not used. place: this device's
             index in its group. group: index of the group. Other arguments as in ``experts``.
@@ -123,20 +120,19 @@ class NativeKernels:
         that have any of these experts. Two such calls in a program with the same ``group`` must differ in N, unless the same devices make
         both, one after the other.
         """
-        arguments, D, settings = self._of_experts(
+        arguments, settings = self._expert_inputs(
             stack, layer, rows, ids_NK, weights_NK, pieces, fp4_block, hidden, powers, limit
         )
-        N, K = ids_NK.shape
+        (N, K), D = ids_NK.shape, stack["down.weight"].shape[-1]
         out = [jax.ShapeDtypeStruct((N, D), jnp.float32), jax.ShapeDtypeStruct((held + 1,), jnp.int32)]
-        together = {"ranks": np.int64(ranks), "held": np.int64(held), "together": np.int64(min(ranks, most_threads()))}
-        together["patience"] = np.int64(self.patience)
-        sums, counts, _ = self._call("experts_together", out, (N, K, D))(
-            *arguments, place, group, **settings, **together
-        )
-        return sums, counts[:-1], counts[-1]
+        # `together`: most threads that compute for the group
+        counts = {"ranks": ranks, "held": held, "together": min(ranks, most_threads()), "patience": self.patience}
+        settings |= {name: np.int64(count) for name, count in counts.items()}
+        sums, tokens, _ = self._call("experts_together", out, (N, K, D))(*arguments, place, group, **settings)
+        return sums, tokens[:-1], tokens[-1]
 
-    def _of_experts(self, stack, layer, rows, ids_NK, weights_NK, pieces, fp4_block, hidden, powers, limit):
-        """Return what the expert calls have in common: their first arguments, D, and settings."""
+    def _expert_inputs(self, stack, layer, rows, ids_NK, weights_NK, pieces, fp4_block, hidden, powers, limit):
+        """Return the arguments and the settings that ``experts`` and ``experts_together`` have in common."""
         gate_up, down = stack["gate_up.weight"], stack["down.weight"]
         none = jnp.zeros((1,), jnp.float32)
         scales = [
@@ -151,7 +147,7 @@ class NativeKernels:
             "powers": powers,
             "limit": np.float32(limit or 0),
         }
-        return (gate_up, down, *scales, *routed), gate_up.shape[2] * (2 if fp4_block else 1), settings
+        return (gate_up, down, *scales, *routed), settings
 
     def dense(
         self,
@@ -166,8 +162,8 @@ class NativeKernels:
     ) -> Float[Array, "N *columns"]:
         """Return rows times one layer's matrix, in float32. A row's result is bitwise independent of the other rows and columns.
 
-        weight: ``[L, K, J]`` or ``[L, K, 2, J]`` in float32, or as the bits of bfloat16 or e4m3; transposed ``[L, J, K]``, not in e4m3.
-        scale: for e4m3, one per block of 128 × 128. pieces: number of partial sums over K (``sharding.sums``).
+        weight: ``[L, K, J]`` or ``[L, K, 2, J]`` in float32, or as the bits of bfloat16 or e4m3. scale: for e4m3, one per 128 × 128 values.
+        transposed: the weight is ``[L, J, K]``, and not in e4m3. pieces: number of partial sums over K (``sharding.sums``).
         grouped: rows ``[N, G, K]`` times ``[L, K, G, J]``, each group's values times its own columns, gives ``[N, G, J]``.
         """
         columns = (weight.shape[1],) if transposed else weight.shape[2:]
@@ -209,7 +205,8 @@ class NativeKernels:
     ) -> tuple[Int[Array, "N k"], Float[Array, "N k"]]:
         """Return each row's ``k`` experts with the highest scores plus bias (best first, ties to the lower number) and their weights.
 
-        groups: number of groups; experts are chosen from the ``kept`` best. A group's score is the sum of its ``best`` (1 or 2) highest.
+        groups: number of groups of experts; only experts of the ``kept`` best are chosen. A group's score is the sum of the ``best`` (1 or
+            2) highest in it.
         normalised: divide the weights, which are the scores without bias, by their sum. factor: multiplies the weights.
         """
         shape = scores_NE.shape[0], k
@@ -240,14 +237,14 @@ class NativeKernels:
 
         Raises:
             ValueError: the rows do not form equal blocks. If two devices have the same place or a place is not in 0 to ``ranks - 1``, the
-                program fails on every device of the group; if a device does not come in ``patience`` seconds, on all that have come.
+                program fails on every device of the group; if a device does not arrive in ``patience`` seconds, on all that have arrived.
 
         Two exchanges in a program with the same ``group`` must differ in the bytes of a block or in ``gathers``, unless the same devices
         make both, one after the other.
         """
         rows, *width = rows_NW.shape
         if not gathers and rows % ranks:
-            raise ValueError(f"{rows} rows are exchanged between {ranks} devices; expected as many for each of them")
+            raise ValueError(f"{rows} rows are exchanged between {ranks} devices; expected a multiple of {ranks}")
         out = jax.ShapeDtypeStruct((rows * ranks if gathers else rows, *width), rows_NW.dtype)
         settings = {"ranks": np.int64(ranks), "gathers": gathers, "patience": np.int64(self.patience)}
         return self._call("exchange", out, ())(rows_NW, place, group, **settings)[0]
@@ -351,13 +348,13 @@ class NativeKernels:
         scale: float,
         rotated: int = 0,
     ) -> Float[Array, "R C H M"]:
-        """Return attention to a sink, a window and entries. Each vector is key and value of the only head (``dsjax/model/compressed``).
+        """Return attention to a sink, a window of ``span`` tokens and compressed entries (``dsjax/model/compressed``).
 
-        window, entries: vectors of M values, float32. rotated: if not 0, they are the bytes of FP8 entries with so many rotated values
-        (``dsjax.model.compressed.precision``).
-        layers: of ``window`` and of ``entries``. positions: a query at −1 gives zeros. ring: position ``p`` lies on window page
-        ``p // G % Pw`` of its row. tables: pages of entries. filled: as in ``attention``, for the window. chosen: entries that a query
-        attends to, ascending; None: the first ``count``. count: number of entries.
+        window, entries: pages of vectors, each both the key and the value of the only head: M values in float32, or the bytes of FP8
+            entries (``dsjax.model.compressed.precision``) with ``rotated`` rotated values, if ``rotated`` is not 0.
+        layers: of ``window`` and of ``entries``. positions: a query at −1 gives zeros. tables: each row's pages of entries.
+        ring: each row's window pages; position ``p`` lies on page ``p // G % Pw``. filled: as in ``attention``, for the window.
+        count: number of entries that a query attends to. chosen: which ones, ascending; None: the first ``count``.
         """
         out, none = jax.ShapeDtypeStruct(query.shape, jnp.float32), jnp.zeros((1,), jnp.int32)
         return self._call("compressed_attention", out, (*query.shape[2:], rotated))(
@@ -386,9 +383,9 @@ class NativeKernels:
         norm_eps: float,
         eps: float,
     ) -> list[Array]:
-        """Return a block's input from tokens' streams ``[N, D]``, the spread of its result ``[N, n]`` and the mixing ``[N, n, n]``.
+        """Return a block's input ``[N, D]``, its output's weight in each stream ``[N, n]``, and the mixing ``[N, n, n]`` of the streams.
 
-        With n columns of weights, return only the first: the model's result from the streams. rounds: Sinkhorn-Knopp iterations.
+        With n columns of weights, return only the first, the sum after the last block. rounds: Sinkhorn–Knopp iterations.
         """
         (N, n, D), w = x.shape, weight.shape[1]
         shapes = ((N, D), (N, n), (N, n, n))[: 1 if w == n else 3]
@@ -410,7 +407,7 @@ class NativeKernels:
         return self._call("streams_after", out, ())(x, spread, mixing, y, threads=np.int64(self.threads))[0]
 
     def _call(self, kernel: str, out: jax.ShapeDtypeStruct | list[jax.ShapeDtypeStruct], sizes: tuple[int, ...]):
-        """Return the custom call ``kernel``, whose last result is its scratch memory."""
+        """Return the custom call ``kernel``, whose last result is its scratch memory. sizes: what the kernel's scratch depends on."""
         count = getattr(_library(self.path), f"dsjax_{kernel}_scratch")
         scratch = count(*(ctypes.c_int64(size) for size in (*sizes, self.threads)))
         outs = out if isinstance(out, list) else [out]
@@ -423,8 +420,8 @@ class ExchangeInMemory:
 
     kernels: NativeKernels
     mesh_axes: tuple[str, ...]  # all axes of the mesh
-    # whether these kernels compute a step's experts, so that a rank can get its tokens' terms without an exchange
-    together: bool = False
+    # whether the experts' kernels are native too, and can read the tokens of all ranks in place instead of exchanging them
+    experts_read_tokens: bool = False
 
     def __call__(
         self, rows_NW: Array, axes: tuple[str, ...], ranks: int, gathers: bool, parts: Parts | None = None
@@ -432,7 +429,8 @@ class ExchangeInMemory:
         """Inside ``shard_map``: exchange rows over ``axes``, which have ``ranks`` devices, or within ``parts`` of ``ranks`` devices."""
         group, place = self.meeting(axes)
         if parts is not None:
-            # Parts that share devices must not share a number: a part's number is made of its first two members.
+            # Other parts may share ranks with these and must have other numbers. No two parts share two ranks, so a part's first two
+            # ranks identify it.
             size = len(parts) * ranks
             numbers = {rank: part[0] * size + part[1] for part in parts for rank in part}
             number = jnp.asarray([numbers[rank] for rank in range(size)], jnp.int32)[place]
@@ -443,12 +441,12 @@ class ExchangeInMemory:
     def meeting(self, axes: tuple[str, ...]) -> tuple[Int[Array, ""], Int[Array, ""]]:
         """Inside ``shard_map``: return the number of this device's group along ``axes``, and its place in the group.
 
-        Groups along other axes have other numbers: a device may already be at the next exchange, along other axes, while others
-        are still at the first.
+        Groups along different axes have different numbers, because a device may reach its next exchange, along other axes, while others
+        are still at the previous one.
         """
-        along = sum(1 << i for i, axis in enumerate(self.mesh_axes) if axis in axes)
-        # A part's number (see `__call__`) is less than the square of the number of all devices.
-        first = along * lax.axis_size(self.mesh_axes) ** 2
+        axes_number = sum(1 << i for i, axis in enumerate(self.mesh_axes) if axis in axes)
+        # `__call__` adds less than the square of the number of all devices, for parts.
+        first = axes_number * lax.axis_size(self.mesh_axes) ** 2
         return first + lax.axis_index(self._others(axes)), lax.axis_index(axes)
 
     def _others(self, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -464,8 +462,8 @@ def _libraries() -> dict[str, ctypes.CDLL]:
 def _library(path: Path) -> ctypes.CDLL:
     """Return the library at ``path``, with its kernels registered with XLA once per process.
 
-    A copy of a loaded library is not loaded again: the name identifies its contents, and XLA refuses a second
-    function under one name.
+    A copy of a loaded library is not loaded again: its name identifies its contents, and XLA refuses a second
+    function of the same name.
     """
     if path.stem in _libraries():
         return _libraries()[path.stem]

@@ -157,8 +157,8 @@ class ExpertDispatch:
         alone = all(device.process_index == jax.process_index() for device in mesh.devices.flat)
         if not self.products.native or not alone or self.dispatch.overlapped:
             return None
-        together = bool(self._stored) and self._product().is_native(np.dtype(np.float32))
-        return ExchangeInMemory(self.products.kernels.native, mesh.axis_names, together)
+        read_tokens = bool(self._stored) and self._product().is_native(np.dtype(np.float32))
+        return ExchangeInMemory(self.products.kernels.native, mesh.axis_names, read_tokens)
 
 
 def stored(experts: RoutedExperts) -> dict[str, Array]:

@@ -99,7 +99,7 @@ class ExpertProduct:
         if not self.is_native(rows_ND.dtype):
             return None
         experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme, self.limit, self.depth_last)
-        return self._native(experts, rows_ND, ids_NK, weights_NK, apart=True)
+        return self._native(experts, rows_ND, ids_NK, weights_NK, terms=True)
 
     def is_native(self, dtype: np.dtype) -> bool:
         """Whether rows of ``dtype`` go through the native kernel."""
@@ -128,7 +128,7 @@ class ExpertProduct:
         arguments = experts.stack(), experts.layer, rows_ND, slots_NK, weights_NK, place, group
         return self.kernels.native.experts_together(*arguments, **where, **options)
 
-    def _native(self, experts: Experts, rows_ND, ids_NK, weights_NK, apart: bool = False) -> Array:
+    def _native(self, experts: Experts, rows_ND, ids_NK, weights_NK, terms: bool = False) -> Array:
         options = self._native_options(experts)
         # Rows sent in FP8 are already rounded.
         if not (options["hidden"] == "fp8" and isinstance(rows_ND, PackedRows) and rows_ND.wire.fp8):
@@ -137,7 +137,7 @@ class ExpertProduct:
             # A packed float32 row begins with its values, so the kernel reads the rows that it needs in place.
             rows_ND = rows_ND.words_NW if not rows_ND.wire.fp8 else rows_ND.take(jnp.arange(rows_ND.shape[0]))
         return self.kernels.native.experts(
-            experts.stack(), experts.layer, rows_ND, ids_NK, weights_NK, apart=apart, **options
+            experts.stack(), experts.layer, rows_ND, ids_NK, weights_NK, terms=terms, **options
         )
 
     def _native_options(self, experts: Experts) -> dict[str, int | str | bool]:

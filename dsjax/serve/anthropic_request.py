@@ -11,13 +11,13 @@ from dsjax.serve.chat_fields import ChatRequest, FunctionName, ThinkingSwitch, a
 from dsjax.serve.errors import THREAD_UNSUPPORTED, ApiError
 from dsjax.serve.sampling_fields import Count, Effort, Name, Stop, StrictModel, safe_header_names
 
-_NEEDED = {
+_REQUIRED_FIELDS = {
     "text": ("text",),
     "thinking": ("thinking",),
     "tool_use": ("id", "name", "input"),
     "tool_result": ("tool_use_id",),
 }
-"""Required fields by type of block."""
+"""By type of block."""
 
 
 class Part(StrictModel):
@@ -40,10 +40,10 @@ class Block(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_its_fields(cls, block: Any) -> Any:
+    def _check_required_fields(cls, block: Any) -> Any:
         kind = block.get("type") if isinstance(block, dict) else None
-        check_part_type(kind, _NEEDED)
-        if missing := [name for name in _NEEDED.get(kind, ()) if name not in block]:
+        check_part_type(kind, _REQUIRED_FIELDS)
+        if missing := [name for name in _REQUIRED_FIELDS.get(kind, ()) if name not in block]:
             context = {"kind": kind, "name": missing[0]}
             raise PydanticCustomError("block", "a block of type {kind} needs {name}", context)
         return block
@@ -77,7 +77,7 @@ class MessagesToolChoice(StrictModel):
     disable_parallel_tool_use: bool | None = None
 
     @model_validator(mode="after")
-    def _names_its_tool(self) -> "MessagesToolChoice":
+    def _check_name(self) -> "MessagesToolChoice":
         if self.type == "tool" and self.name is None:
             raise PydanticCustomError("tool_choice", "a choice of type tool needs a name")
         return self
@@ -118,19 +118,17 @@ class TokenCountRequest(StrictModel):
     output_config: OutputConfig | None = None
 
     def without_effect(self) -> list[str]:
-        """Return the names of given fields that have no effect."""
+        """Return the names of given fields that have no effect, except those with a default value and those that change no answer."""
         fields = [name for name, value in self.model_extra.items() if value not in (None, "auto", "standard")]
         return safe_header_names([name for name in fields if name not in ("cache_control", "metadata")])
 
     def to_chat(self, **more: Any) -> ChatRequest:
-        """Return the equivalent chat request. more: its additional fields.
+        """Return the equivalent chat request. more: further fields of the chat request.
 
         Raises:
-            ApiError: too many messages, or calls in one turn.
+            ApiError: too many messages, or too many tool calls in one message.
         """
-        choice = self.tool_choice
-        config = self.output_config or OutputConfig()
-        thinking = self.thinking
+        choice, thinking, config = self.tool_choice, self.thinking, self.output_config or OutputConfig()
         if choice is not None and choice.type == "tool":
             more["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
         elif choice is not None:
@@ -142,19 +140,21 @@ class TokenCountRequest(StrictModel):
             more["include_reasoning"] = thinking.display != "omitted"
         messages = self._messages()
         last = messages[-1]
-        goes_on = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
+        # A last assistant message with text is the beginning of the response.
+        continues = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
         chat = {
             "model": self.model,
             "messages": messages,
             "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
             "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
             "reasoning_effort": config.effort,
-            "continue_final_message": goes_on,
+            "continue_final_message": continues,
             **more,
         }
         return as_chat(chat, "messages")
 
     def _messages(self) -> list[dict[str, Any]]:
+        """Return the chat messages. A message's tool results become messages of the role `tool` before it."""
         messages = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
         for message in self.messages:
             blocks = message.content if isinstance(message.content, list) else []
@@ -163,13 +163,13 @@ class TokenCountRequest(StrictModel):
                 {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
                 for block in results
             ]
-            turn: dict[str, Any] = {"role": message.role, "content": _text(message.content)}
+            chat_message: dict[str, Any] = {"role": message.role, "content": _text(message.content)}
             if thought := "\n".join(block.thinking for block in blocks if block.type == "thinking"):
-                turn["reasoning_content"] = thought
+                chat_message["reasoning_content"] = thought
             if calls := [_chat_call(block) for block in blocks if block.type == "tool_use"]:
-                turn["tool_calls"] = calls
-            if turn["content"] or not results:
-                messages.append(turn)
+                chat_message["tool_calls"] = calls
+            if chat_message["content"] or not results:
+                messages.append(chat_message)
         return messages
 
 
@@ -185,7 +185,7 @@ class MessagesRequest(TokenCountRequest):
     thread: Any = None
 
     def to_chat(self, **more: Any) -> ChatRequest:
-        """Return the equivalent chat request. more: its additional fields."""
+        """Return the equivalent chat request. Raises `ApiError` also for a request with a `thread`. more: further fields."""
         if self.thread is not None:
             reason = "thread: this server keeps nothing between requests; send the whole conversation each time"
             raise ApiError(400, reason, param="thread", code=THREAD_UNSUPPORTED)

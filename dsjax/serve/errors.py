@@ -14,8 +14,7 @@ from dsjax.engine.text.tokenizer import ChatTemplateError
 from dsjax.errors import UserError
 
 _MOST_PROBLEMS = 3
-# Messages may quote long values of a request.
-_MOST_CHARACTERS = 1000
+_MOST_CHARACTERS = 1000  # a message may quote a long value of a request
 _RETRY_SECONDS = 1
 THREAD_UNSUPPORTED = "thread_unsupported_request"
 """Error code that makes Anthropic's client send the whole conversation with each request."""
@@ -97,43 +96,41 @@ def _from_http(error: HTTPException) -> ApiError:
 def _from_validation(error: RequestValidationError) -> ApiError:
     """Convert validation errors to a 400, as in OpenAI's API. The message lists the first problems."""
     problems = error.errors()
-    first = problems[0]
-    location = _steps(first["loc"], error.body)
-    if not location:
+    first_path = _steps(problems[0]["loc"], error.body)
+    if not first_path:
         reason = "the request has no JSON object as its body; send one, with Content-Type: application/json"
         return ApiError(400, reason)
-    messages: dict[str, list[str]] = {}
+    texts_by_path: dict[str, list[str]] = {}
     for problem in problems:
         text = "unknown field; leave it out" if problem["type"] == "extra_forbidden" else problem["msg"]
-        texts = messages.setdefault(_path(problem["loc"], error.body, problem["type"]), [])
+        texts = texts_by_path.setdefault(_path(problem["loc"], error.body, problem["type"]), [])
         if text not in texts:
             texts.append(text)
-    first_messages = list(messages.items())[:_MOST_PROBLEMS]
-    sentences = [f"{path}: {' or: '.join(texts[:_MOST_PROBLEMS])}" for path, texts in first_messages]
-    if len(messages) > _MOST_PROBLEMS:
-        sentences.append(f"and {len(messages) - _MOST_PROBLEMS} more")
-    return ApiError(400, "; ".join(sentences), param=str(location[0])[:_MOST_CHARACTERS])
+    listed = list(texts_by_path.items())[:_MOST_PROBLEMS]
+    sentences = [f"{path}: {' or: '.join(texts[:_MOST_PROBLEMS])}" for path, texts in listed]
+    if more := len(texts_by_path) - len(listed):
+        sentences.append(f"and {more} more")
+    return ApiError(400, "; ".join(sentences), param=str(first_path[0])[:_MOST_CHARACTERS])
 
 
 def _steps(location: Sequence[str | int], body: Any) -> list[str | int]:
-    """Return an error location's path within the body, without a leading union branch name."""
+    """Return an error location's path within the body. If the body is a union, pydantic puts the branch's name first: leave it out."""
     steps = [part for part in location if part != "body"]
-    is_kind = location[0] == "body" and len(steps) > 1 and isinstance(body, dict) and steps[0] not in body
-    return steps[1:] if is_kind else steps
+    has_branch = location[0] == "body" and len(steps) > 1 and isinstance(body, dict) and steps[0] not in body
+    return steps[1:] if has_branch else steps
 
 
-def _path(location: Sequence[str | int], body: Any, kind: str) -> str:
-    """Return the path of a problem in the body, without the union branch names that pydantic adds to locations."""
-    parts = []
+def _path(location: Sequence[str | int], body: Any, error_type: str) -> str:
+    """Return the path of a problem in the body, without the names of union branches at any depth: the body has no such keys."""
+    path = []
     value = body
     steps = _steps(location, body)
-    for index, part in enumerate(steps):
-        is_last = index == len(steps) - 1
-        if (isinstance(value, dict) and part in value) or (
-            isinstance(value, list) and isinstance(part, int) and part < len(value)
-        ):
-            value = value[part]
-        elif not (is_last and kind == "missing") and parts:
-            continue  # a union branch's name
-        parts.append(str(part))
-    return ".".join(parts)
+    for index, step in enumerate(steps):
+        is_missing_field = error_type == "missing" and index == len(steps) - 1
+        is_item = isinstance(value, list) and isinstance(step, int) and step < len(value)
+        if is_item or (isinstance(value, dict) and step in value):
+            value = value[step]
+        elif path and not is_missing_field:
+            continue  # a branch's name
+        path.append(str(step))
+    return ".".join(path)

@@ -58,9 +58,8 @@ class DispatchConfig:
     @property
     def reads_in_memory(self) -> bool:
         """Whether experts read tokens in place. This needs the ``compute`` wire: tokens read in place are not rounded to FP8."""
-        return (
-            self.in_memory is not None and self.in_memory.together and (self.method, self.wire) == ("auto", "compute")
-        )
+        could = self.in_memory is not None and self.in_memory.experts_read_tokens
+        return could and (self.method, self.wire) == ("auto", "compute")
 
     def __post_init__(self):
         if self.method not in METHODS and not hasattr(self.method, "check_members"):

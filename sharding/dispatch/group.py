@@ -21,10 +21,10 @@ Parts = tuple[tuple[int, ...], ...]
 class InMemory(Protocol):
     """An exchange between devices that share memory.
 
-    together: whether a rank's experts can read and answer the tokens of all ranks in place (``sharding/dispatch/memory.py``).
+    experts_read_tokens: whether a rank's experts can read and answer the tokens of all ranks in place (``sharding/dispatch/memory.py``).
     """
 
-    together: bool
+    experts_read_tokens: bool
 
     def __call__(
         self, rows_NW: jax.Array, axes: tuple[str, ...], ranks: int, gathers: bool, parts: Parts | None = None

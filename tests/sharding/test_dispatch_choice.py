@@ -70,12 +70,12 @@ def test_in_one_memory_auto_gathers_few_tokens_alone_and_terms_come_back_as_colu
         ("dp=32", {}, ["memory", "memory"]),
         ("dp=32", {"wire": "fp8"}, ["gather", "padded"]),
         ("dp=32,ep=16,etp=2", {}, ["gather", "padded"]),
-        ("dp=32", {"in_memory": SimpleNamespace(together=False)}, ["gather", "padded"]),
+        ("dp=32", {"in_memory": SimpleNamespace(experts_read_tokens=False)}, ["gather", "padded"]),
     ],
     ids=["read where they lie", "FP8 wire", "split width", "no native experts"],
 )
 def test_rows_pass_in_memory_where_experts_cannot_read_tokens_where_they_lie(mesh, options, found):
-    config = DispatchConfig(**{"by_choice": True, "in_memory": SimpleNamespace(together=True), **options})
+    config = DispatchConfig(**{"by_choice": True, "in_memory": SimpleNamespace(experts_read_tokens=True), **options})
     spec, sizes = MeshSpec.parse(mesh), {"top_k": 8, "experts": 256, "platform": "cpu"}
     assert [resolved_method(spec, config, tokens=tokens, **sizes) for tokens in (4, 64)] == found
 

@@ -103,7 +103,7 @@ def test_statistics_tell_load_payload_and_padding_and_count_an_expert_once_where
     assert found.payload_bytes == 3 * row
     assert found.wire_bytes == (1 + 1 + 2 + 2 + 4) * 4 * row  # rounds × capacity rows for the one other rank
     assert found.padding_share == pytest.approx(1 - 3 / 40)
-    in_memory = DispatchConfig(by_choice=True, in_memory=SimpleNamespace(together=True))
+    in_memory = DispatchConfig(by_choice=True, in_memory=SimpleNamespace(experts_read_tokens=True))
     read = DispatchStatistics.of(counts, spec, in_memory, tokens=8, **shape)
     assert (read.payload_bytes, read.wire_bytes) == (0, 0), "experts that read tokens where they lie are sent none"
     assert found.rounds == 2 + 1

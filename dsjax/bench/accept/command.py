@@ -79,7 +79,7 @@ async def _accept(
 ) -> "Report | None":
     """Measure and return the report. With `--list`, print the measurements and return None."""
     from dsjax.bench.accept.report import Report
-    from dsjax.bench.accept.results import expected, read_results, run_measurements, time_text
+    from dsjax.bench.accept.results import expected_seconds, read_results, run_measurements, time_text
     from dsjax.bench.accept.test_bed import TestBed
     from dsjax.bench.serve.client import open_session
     from dsjax.bench.serve.ready_server import ReadyServer
@@ -92,12 +92,12 @@ async def _accept(
         bed = TestBed(
             ready, bed_options, network, hooks, secrets.randbits(31), Console(stderr=True), selection.progress
         )
-        seconds = {name: expected(measurement, bed) for name, measurement in checklist.measurements.items()}
+        seconds = {name: expected_seconds(measurement, bed) for name, measurement in checklist.measurements.items()}
         duration = f"about {time_text(sum(seconds.values()))}"
         if selection.show_list:
             rows = []
             for name, measurement in checklist.measurements.items():
-                criteria = [f"{c.value} {c.bound_text}" for c in checklist.criteria if c.measurement == name]
+                criteria = [f"{c.value_name} {c.bound_text}" for c in checklist.criteria if c.measurement == name]
                 why = measurement.why_not(bed)
                 title = f"{measurement.title}; not testable: {why}" if why else measurement.title
                 rows.append((name, time_text(seconds[name]), title, "; ".join(criteria) or "reported only"))

@@ -33,7 +33,7 @@ class Criterion:
 
     id: str
     measurement: str  # name of the measurement
-    value: str  # name of its value
+    value_name: str  # name of its value
     unit: str  # of the value
     kind: str  # `below`, `at_most`, `above`, `at_least` or `between`
     bound: float | tuple[float, float]  # one number, or two for `between`

@@ -19,7 +19,7 @@ from dsjax.tables import table
 from dsjax.texts import filled
 from dsjax.versions import installed_version
 
-_NOT_OF_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_INVALID_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML cannot represent, such as the colour escapes in a command's output."""
 _STYLES = {"met": "green", "missed": "bold red", "not tested": "yellow"}
 
@@ -34,7 +34,7 @@ class Report:
     model: str  # the server's
     criteria_file: str  # value of `--criteria` or `--recipe`
     quick: bool  # whether `--quick` shortened the durations
-    command: str  # as typed, without keys and `--only`
+    command: str  # see `command.typed`
 
     @property
     def judged(self) -> list[Judged]:
@@ -46,9 +46,9 @@ class Report:
         """Whether some measurements have no result yet."""
         return any(name not in self.results for name in self.checklist.measurements)
 
-    def alone(self, name: str) -> str:
-        """Return the command that measures one criterion alone."""
-        return f"{self.command} --only {name} --fresh"
+    def command_of(self, criterion_id: str) -> str:
+        """Return the command that measures and judges one criterion alone."""
+        return f"{self.command} --only {criterion_id} --fresh"
 
     def to_json(self) -> dict[str, Any]:
         """Return the report with stable fields.
@@ -74,7 +74,7 @@ class Report:
                 {
                     "id": item.criterion.id,
                     "measurement": item.criterion.measurement,
-                    "value_name": item.criterion.value,
+                    "value_name": item.criterion.value_name,
                     "value": item.value,
                     "unit": item.criterion.unit,
                     "bound": item.criterion.bound_text,
@@ -83,7 +83,7 @@ class Report:
                     "reason": item.reason,
                     "source": item.criterion.source,
                     "note": item.criterion.note,
-                    "command": self.alone(item.criterion.id),
+                    "command": self.command_of(item.criterion.id),
                 }
                 for item in judged
             ],
@@ -96,23 +96,19 @@ class Report:
         for judged in self.judged:
             if judged.reason:
                 reasons.setdefault(f"{judged.verdict}: {judged.reason}", []).append(f"`{judged.criterion.id}`")
-        return (
-            filled(
-                "acceptance", "report.md", report=self, reasons=reasons, worst=worst, value_of=_value, figure=figure
-            ).rstrip()
-            + "\n"
-        )
+        names = {"report": self, "reasons": reasons, "worst": worst, "value_of": _value, "figure": figure}
+        return filled("acceptance", "report.md", **names).rstrip() + "\n"
 
     def junit(self) -> str:
         """Return the report as JUnit XML: a suite for each measurement, a case for each criterion."""
-        names = dict.fromkeys(judged.criterion.measurement for judged in self.judged)
-        suites = {name: [judged for judged in self.judged if judged.criterion.measurement == name] for name in names}
-        return (
-            _NOT_OF_XML.sub("�", filled("acceptance", "report.xml", report=self, suites=suites, figure=figure)) + "\n"
-        )
+        suites: dict[str, list[Judged]] = {}
+        for judged in self.judged:
+            suites.setdefault(judged.criterion.measurement, []).append(judged)
+        text = filled("acceptance", "report.xml", report=self, suites=suites, figure=figure)
+        return _INVALID_IN_XML.sub("�", text) + "\n"
 
     def write(self, folder: Path) -> None:
-        """Write all three files; replace the JSON, from which a run resumes, atomically. Raises `UserError`: cannot write the folder."""
+        """Write the three files. A run resumes from the JSON, so replace it atomically. Raises `UserError`: the folder is unwritable."""
         text = json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n"
         with writing(folder, "folder"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -124,7 +120,7 @@ class Report:
 
     def table(self) -> Table:
         """Return the verdicts as a table for the console."""
-        rows = [(item.criterion.id, _value(item), item.criterion.bound_text, item.said) for item in self.judged]
+        rows = [(item.criterion.id, _value(item), item.criterion.bound_text, item.verdict_text) for item in self.judged]
         title = f"{self.checklist.name}: {worst(self.judged)}"
         styles = [_STYLES[judged.verdict] for judged in self.judged]
         return table(title, ("<criterion", "value", "bound", "<<verdict"), rows, styles)

@@ -26,7 +26,7 @@ class Result:
 
     kind: str  # the measurement's
     title: str  # the measurement's
-    fingerprint: str  # of everything that the values depend on
+    fingerprint: str  # see `fingerprint_of`
     started: str  # UTC, ISO 8601
     seconds: float  # duration
     measured: Measured | None  # None if it could not be measured
@@ -75,7 +75,7 @@ def read_results(folder: Path, base_url: str, *, fresh: bool) -> dict[str, Resul
     )
 
 
-def fingerprint(measurement: Measurement, bed: TestBed) -> str:
+def fingerprint_of(measurement: Measurement, bed: TestBed) -> str:
     """Return a hash of everything a measurement's values depend on: fields, server, request options, hooks and files."""
     o = bed.server.options
     server_options = [o.endpoint, o.ignore_eos, o.extra_body, o.temperature, o.prompt_form, o.request_timeout]
@@ -99,22 +99,23 @@ class Judged:
 
     @property
     def grade(self) -> str | None:
-        """Grade (`warning` or `failing`) of a missed value; None if it violates neither bound or was not missed."""
+        """`failing` or `warning`: the worse of the criterion's further bounds that a missed value violates; otherwise None."""
         return None if self.verdict != "missed" or self.value is None else self.criterion.grade(self.value)
 
     @property
-    def said(self) -> str:
-        """The verdict with its grade and reason, for a console."""
+    def verdict_text(self) -> str:
+        """The verdict with its grade and reason, for the console."""
         return self.verdict + (f" ({self.grade})" if self.grade else "") + (f": {self.reason}" if self.reason else "")
 
 
 def judge(criterion: Criterion, result: Result | None) -> Judged:
-    """Judge a criterion by its measurement's result. result: None if not measured yet."""
+    """Compare a measurement's value with a criterion's bound. result: of the measurement; None if not measured yet."""
     if result is None or result.measured is None:
         return Judged(criterion, "not tested", reason="not measured yet" if result is None else result.reason)
-    value = result.measured.values.get(criterion.value)
+    value = result.measured.values.get(criterion.value_name)
     if value is None:
-        verdict, why = result.measured.absent.get(criterion.value, ("not tested", "the measurement gave no such value"))
+        unexplained = "not tested", "the measurement gave no such value"
+        verdict, why = result.measured.absent.get(criterion.value_name, unexplained)
         return Judged(criterion, verdict, reason=why)
     return Judged(criterion, "met" if criterion.is_met_by(value) else "missed", value)
 
@@ -126,7 +127,7 @@ def worst(judged: Iterable[Judged]) -> Verdict:
 
 
 def exit_status(judged: Sequence[Judged]) -> int:
-    """Return 0 if all are met, 3 if one is missed, 4 if none is missed but one is not tested."""
+    """Return 0 if all criteria are met, 3 if one is missed, 4 if none is missed but one is not tested."""
     return {"met": 0, "missed": MISSED, "not tested": NOT_TESTED}[worst(judged)]
 
 
@@ -139,31 +140,31 @@ async def run_measurements(
     say: Callable[[str], None],
     on_result: Callable[[], None],
 ) -> None:
-    """Run every measurement of a checklist that `results` lacks, and add its result.
+    """Run every measurement of a checklist that `results` lacks or has without values, and put its result there.
 
-    First drop results of measurements whose definition, server or options have changed. fresh: repeat measurements that have results.
+    First drop results whose fingerprint has changed. fresh: run the measurements that have values too.
     say: called with each line of progress. on_result: called before the first measurement, and after each.
     """
-    marks = {name: fingerprint(measurement, bed) for name, measurement in checklist.measurements.items()}
-    for name, mark in marks.items():
-        if name in results and results[name].fingerprint != mark:
+    fingerprints = {name: fingerprint_of(measurement, bed) for name, measurement in checklist.measurements.items()}
+    for name, fingerprint in fingerprints.items():
+        if name in results and results[name].fingerprint != fingerprint:
             del results[name]
     on_result()
-    todo = [name for name in marks if fresh or name not in results or results[name].measured is None]
-    if len(todo) < len(marks):
-        say(f"{len(marks) - len(todo)} of {len(marks)} measurements are done already; --fresh measures them again")
+    todo = [name for name in fingerprints if fresh or name not in results or results[name].measured is None]
+    if done := len(fingerprints) - len(todo):
+        say(f"{done} of {len(fingerprints)} measurements are done already; --fresh measures them again")
     for number, name in enumerate(todo, 1):
-        left = sum(expected(checklist.measurements[other], bed) for other in todo[number - 1 :])
+        left = sum(expected_seconds(checklist.measurements[other], bed) for other in todo[number - 1 :])
         measurement = checklist.measurements[name]
         say(f"{number} of {len(todo)}: {measurement.title} ({name}); {time_text(left)} left")
-        results[name] = await _result(measurement, marks[name], bed)
+        results[name] = await _attempt(measurement, fingerprints[name], bed)
         if results[name].measured is None:
             say(f"  not tested: {results[name].reason}")
         on_result()
 
 
-def expected(measurement: Measurement, bed: TestBed) -> float:
-    """Return the estimated seconds of a measurement; 0 if it cannot run."""
+def expected_seconds(measurement: Measurement, bed: TestBed) -> float:
+    """Return the estimated duration of a measurement; 0 if it cannot run."""
     return 0.0 if measurement.why_not(bed) is not None else measurement.expected_seconds()
 
 
@@ -176,14 +177,14 @@ def time_text(seconds: float) -> str:
     return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
-async def _result(measurement: Measurement, mark: str, bed: TestBed) -> Result:
-    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    zero = time.monotonic()
-    reason = measurement.why_not(bed)
-    measured = None
+async def _attempt(measurement: Measurement, fingerprint: str, bed: TestBed) -> Result:
+    """Run a measurement, or say why it cannot run."""
+    started, start = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), time.monotonic()
+    measured, reason = None, measurement.why_not(bed)
     if reason is None:
         try:
             measured = await measurement.measure(bed)
         except NotTestedError as error:
             reason = str(error)
-    return Result(measurement.KIND, measurement.title, mark, started, time.monotonic() - zero, measured, reason or "")
+    seconds = time.monotonic() - start
+    return Result(measurement.KIND, measurement.title, fingerprint, started, seconds, measured, reason or "")

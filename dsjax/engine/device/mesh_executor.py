@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -50,14 +50,11 @@ SMALLER_STEPS = (
 
 @dataclass
 class StepOutcomes:
-    """Outcomes of a step's launches, on the devices. recording: whether the experts' load is recorded.
+    """What a step keeps until its results are collected."""
 
-    placements: the placement of experts when the step began; None before that, and for a model without experts.
-    """
-
-    recording: bool
-    outcomes: list[LaunchOutcome] = field(default_factory=list)
-    placements: LayerPlacements | None = None
+    recording: bool  # whether the experts' load is recorded
+    outcomes: list[LaunchOutcome] = field(default_factory=list)  # of launches, on the devices
+    placements: LayerPlacements | None = None  # of experts, when the step began; None without experts
 
 
 PartMaker = Callable[[DeviceAccess, PageStaging], DevicePart]
@@ -67,12 +64,12 @@ PartMaker = Callable[[DeviceAccess, PageStaging], DevicePart]
 class MeshExecutor(DeviceAccess):
     """Runs one model on one mesh. ``warm_up`` compiles every shape; otherwise a shape is compiled at first use.
 
-    On one device and on accelerators, two steps may be in flight, and all programs of a command are enqueued at once. On emulated devices,
-    programs in flight together can deadlock, so each program, and each command, is waited for before the next one starts.
+    Two steps may be in flight, and all programs of a command are enqueued at once. Exception: on several emulated devices, programs in
+    flight at the same time can deadlock, so each program waits for the previous one, of the same command or another.
 
     Args:
         parts: makers of the optional parts, which carry out their own commands. Pages are looked up in this order.
-        meet: waits for the other processes of the mesh, which call it at the same point; None: there are none.
+        meet: a barrier of the processes of the mesh; None: there is only this process.
         library, experts: as in `Programs`.
     """
 
@@ -112,7 +109,7 @@ class MeshExecutor(DeviceAccess):
             part.register(self._table)
         self._queue: deque[Pending] = deque()
         self._padding = 0
-        self._known_programs: frozenset[Hashable] | None = None  # when counted last; None before the warm-up
+        self._known_programs: frozenset[Hashable] | None = None  # compiled when last counted; None before the warm-up
         self._late_compilations = 0
 
     def extension(self, kind: type[Kind]) -> Kind | None:
@@ -120,12 +117,12 @@ class MeshExecutor(DeviceAccess):
         return next((offered for part in self._parts if (offered := part.extension(kind)) is not None), None)
 
     def awaits(self, command: Command) -> bool:
-        """Whether a caller waits for commands of this kind; False for a page source's own commands."""
+        """Whether a caller waits for commands of this kind. Nobody waits for page copies and KV connectors' own commands."""
         handler = self._table.get(type(command))
         return handler is not None and handler.is_awaited
 
     def launch(self, command: Command) -> Pending:
-        """Send a command's inputs, and start the command if the devices are free."""
+        """Send a command's inputs. Then enqueue all its programs, or on emulated devices start it if no other command is running."""
         handler = self._table[command.source if isinstance(command, Custom) else type(command)]
         pending = Pending(command, handler)
         pending.running = handler.execute(pending, command)
@@ -133,22 +130,22 @@ class MeshExecutor(DeviceAccess):
         with explained_out_of_memory("a step was launched", SMALLER_STEPS):
             if self.max_in_flight > 1:
                 pending.started = time.monotonic()
-                for array in pending.running:
+                for array in pending.running:  # each iteration enqueues a program
                     pending.last = array
-                if not pending.handler.keeps_last:
+                if not handler.keeps_last:
                     pending.last = None  # part of the state, which is donated to the next program
             elif len(self._queue) == 1:
                 self._advance()
         return pending
 
     def wait(self, pending: Pending) -> None:
-        """Wait until a command is done, and start the next one."""
+        """Wait until a command, and all commands before it, are done; start the next one."""
         with explained_out_of_memory("a step was computed", SMALLER_STEPS):
             while not pending.done:
                 head = self._queue[0]
                 self._finish(head)
                 self._queue.popleft()
-                if self._queue and self._queue[0].started:  # enqueued earlier, but runs only now
+                if self._queue and self._queue[0].started:  # was enqueued earlier, but runs only now
                     self._queue[0].started = max(self._queue[0].started, head.ended)
                 self._advance()
 
@@ -158,7 +155,7 @@ class MeshExecutor(DeviceAccess):
         return pending.handler.collect(pending)
 
     def warm_up(self, progress: Progress | None = None, lazily: bool = False) -> CompileRest | None:
-        """Compile every program that commands can ask for, or some of them: see ``Executor``."""
+        """Compile every program that commands can ask for. lazily: only those wanted first; return a call that compiles the rest."""
         labels = self.programs.labels(self.buckets)
         first = self.programs.wanted_first(self.buckets) if lazily else labels
         self.programs.warm_up(first, progress)
@@ -171,11 +168,11 @@ class MeshExecutor(DeviceAccess):
         return partial(self.programs.compile_beside, remaining) if remaining else None
 
     def counts(self) -> ExecutorCounts:
-        """Return the counts of the last step and of the programs."""
+        """Return the padding of the last step, the number of late compilations, and the counts of experts."""
         if self._known_programs is not None:
             late = self.programs.compiled - self._known_programs - self.programs.compiled_beside
             self._known_programs |= late
-            if not self.recording:  # while recording, steps with counts are compiled when they first run
+            if not self.recording:  # recording compiles programs when they first run, see `set_recording`
                 self._late_compilations += len(late)
         experts = self._recorder.counts() if self.recording else None
         return ExecutorCounts(self._padding, self._late_compilations, experts)
@@ -230,7 +227,7 @@ class MeshExecutor(DeviceAccess):
         self._known_programs = self.programs.compiled
 
     def _advance(self) -> None:
-        """Start the next command; run commands without a waiter to their end."""
+        """Start the first command of the queue that a caller waits for; before that, run the commands ahead of it to their end."""
         while self._queue and not self._queue[0].started:
             head = self._queue[0]
             head.started = time.monotonic()
@@ -255,14 +252,13 @@ class MeshExecutor(DeviceAccess):
         launches = self.buckets.launches(command)
         shapes = [self.programs.shape(launch.decode, launch.prefill) for launch in launches]
         room = shapes[0].page_changes if shapes else 0
-        within, before = split_page_changes(command, room, self.limits.pages_per_rank)
+        of_first_launch, before = split_page_changes(command, room, self.limits.pages_per_rank)
         admit = self._change("admit", pack_admissions(command, before))
-        no_changes: list[list] = [[] for _ in command.ranks]
         most_drafts = [self._slots.most_drafts(rank) for rank in command.ranks]
-        inputs = [
-            self.programs.put_rows(pack_launch(command, launch, shape, no_changes if index else within, most_drafts))
-            for index, (launch, shape) in enumerate(zip(launches, shapes, strict=True))
-        ]
+        inputs, changes = [], of_first_launch
+        for launch, shape in zip(launches, shapes, strict=True):
+            inputs.append(self.programs.put_rows(pack_launch(command, launch, shape, changes, most_drafts)))
+            changes = [[] for _ in command.ranks]
         rules = [self._rules(command, launch, shape) for launch, shape in zip(launches, shapes, strict=True)]
         self._padding = sum(shape.tokens for shape in shapes) * self.limits.num_ranks - sum(
             num_decodes(rank) + sum(row.length for row in rank.prefills) for rank in command.ranks
@@ -277,7 +273,7 @@ class MeshExecutor(DeviceAccess):
         return run()
 
     def _run(self, pending: Pending, launch: Launch, shape: LaunchShape, packed: Array, rules: RowRules) -> Running:
-        """Run one launch of a step, and keep its outcome."""
+        """Run a launch and keep its outcome. Greedy decodes and drafts are one program; else step, draw, scores and drafts are separate."""
         command = pending.command
         proposes = command.proposes if command.num_drafts or launch.prefill is not None else 0
         if proposes and launch.prefill is None and rules.ops is None and not rules.scored:
@@ -293,14 +289,7 @@ class MeshExecutor(DeviceAccess):
         yield outcome
         scores, drafts = None, None
         if rules.ops is not None:
-            biased = logits
-            for piece in rules.biases:
-                biased = self.programs.get("biases", shape.positions)(self.state, positions, biased, piece)
-                yield biased
-            masks = self.programs.no_masks(shape.positions) if rules.masks is None else rules.masks
-            draw = self.programs.get("draw", shape.positions)
-            self.state, outcome = draw(self.state, positions, logits, biased, masks, rules.ops)
-            yield outcome
+            outcome = yield from self._draw(shape, positions, logits, rules)
         if rules.scored:
             scores = self.programs.get("score", shape.positions)(logits, outcome)
             yield scores.ranks
@@ -311,8 +300,20 @@ class MeshExecutor(DeviceAccess):
         launched = LaunchOutcome(launch, shape, rules, outcome, reports, drafts, scores, *prompt_scores)
         yield from self._keep(pending, launched)
 
+    def _draw(self, shape: LaunchShape, positions: Array, raw: Array, rules: RowRules) -> Generator[Array, None, Array]:
+        """Sample again from raw logits, by the rows' rules: the step has sampled greedily. Return the outcome."""
+        biased = raw
+        for piece in rules.biases:
+            biased = self.programs.get("biases", shape.positions)(self.state, positions, biased, piece)
+            yield biased
+        masks = self.programs.no_masks(shape.positions) if rules.masks is None else rules.masks
+        program = self.programs.get("draw", shape.positions)
+        self.state, outcome = program(self.state, positions, raw, biased, masks, rules.ops)
+        yield outcome
+        return outcome
+
     def _reports(self, pending: Pending) -> bool:
-        """Whether a step needs programs that return the dispatch's counts. With ``--enable-eplb``, all do."""
+        """Whether a step needs special programs that report the dispatch's counts. With ``--enable-eplb``, all programs do."""
         return pending.kept.recording and not self.programs.counts_loads
 
     def _incoming_hidden(self) -> tuple[Array, ...]:
@@ -320,7 +321,7 @@ class MeshExecutor(DeviceAccess):
         return ()
 
     def _keep(self, pending: Pending, launched: LaunchOutcome) -> Running:
-        """Keep a launch's outcome. What this process cannot read is gathered if it is wanted, and dropped otherwise."""
+        """Keep a launch's outcome. If processes share the mesh, gather what is wanted of the results besides tokens; drop the rest."""
         if self.programs.shared:
             has_guide = any(rules.guided for rules in launched.rules.slots.values())
             wanted = {
@@ -336,7 +337,7 @@ class MeshExecutor(DeviceAccess):
         pending.kept.outcomes.append(launched)
 
     def _score(self, pending: Pending, command: Score) -> Running:
-        """Send one sequence in chunks, which use pages of rank 0."""
+        """Send one sequence in chunks, on pages of rank 0. Numbers from ``pages_per_rank`` on are window pages."""
         pending.kept = []
         tokens, pages = np.frombuffer(command.tokens, "<i4"), np.frombuffer(command.pages, "<i4")
         limits = self.limits
@@ -381,7 +382,7 @@ class MeshExecutor(DeviceAccess):
         return self.limits.pages_per_rank + self.limits.windows_per_rank
 
     def _change(self, kind: str, inputs: Iterable[np.ndarray]) -> Running:
-        """Send all inputs now. The execution runs the program of this kind, which changes the state, with each of them."""
+        """Send all inputs now. The execution changes the state: it runs the program of this kind once for each input."""
         sent = [self.programs.put_rows(packed) for packed in inputs]
 
         def run() -> Running:
@@ -403,11 +404,11 @@ class MeshExecutor(DeviceAccess):
 
     def _collect_step(self, pending: Pending) -> list[RankResults]:
         """Return the results of a step's rows, and commit them to the slots."""
-        step: StepOutcomes = pending.kept
+        kept: StepOutcomes = pending.kept
         if self._recorder is not None:
-            for launch in step.outcomes:
-                self._recorder.add(launch.reports, launch.shape.groups, step.placements)
-        results = read_step(pending.command, step.outcomes)
+            for launch in kept.outcomes:
+                self._recorder.add(launch.reports, launch.shape.groups, kept.placements)
+        results = read_step(pending.command, kept.outcomes)
         self._slots.commit(pending.command, results)
         return results
 

@@ -193,7 +193,7 @@ class _Loader:
         with explained_out_of_memory("its cache was made", SMALLER_CACHE):
             pages = DividedPages(len(self.steps), disk) if disk and self.stages else None
             executors = [
-                self._executor(layout, one, limits, pages.part if pages else disk, opened)
+                self._executor(layout, one, limits, pages.join if pages else disk, opened)
                 for layout, one in zip(self.layouts, params, strict=True)
             ]
             executor: Executor = self.stages.join(executors, pages, opened) if self.stages else executors[0]

@@ -23,7 +23,7 @@ from dsjax.serve.sampling_fields import CompletionRequest, warning_headers
 from dsjax.serve.schemas import ChatResponse, CompletionResponse, ModelCard, ModelList, errors
 from dsjax.serve.serving import Serving
 
-Session = Annotated[
+SessionHeader = Annotated[
     str | None,
     Header(
         alias="X-Session-Affinity",
@@ -32,14 +32,14 @@ Session = Annotated[
         description="session id: requests with the same id go to the same DP rank",
     ),
 ]
-Rank = Annotated[
+RankHeader = Annotated[
     int | None,
     Header(alias="X-Data-Parallel-Rank", ge=0, description="DP rank to run the request on, for cache-aware routers"),
 ]
 
 
-async def read_request_options(session: Session = None, dp_rank: Rank = None) -> RequestOptions:
-    """Read session and DP rank from the headers. It is a coroutine because FastAPI runs plain functions in a thread."""
+async def read_request_options(session: SessionHeader = None, dp_rank: RankHeader = None) -> RequestOptions:
+    """Read session and DP rank from the headers. A coroutine, because FastAPI would run a plain function in a thread."""
     return RequestOptions(session=session, dp_rank=dp_rank)
 
 
@@ -47,10 +47,10 @@ Options = Annotated[RequestOptions, Depends(read_request_options)]
 
 
 def openai_routes(serving: Serving) -> APIRouter:
-    """Return the router of the endpoints under `/v1`."""
+    """Return the router of the endpoints under `/v1`. All POST endpoints have the same parameters, because `DirectRoutes` calls them."""
     router = APIRouter(prefix="/v1", route_class=StrictRoute)
     stream = {"description": "the response, or a stream of events", "content": {"text/event-stream": {}}}
-    generating = {200: stream, **errors(429, 500, 503)}
+    answer_or_stream = {200: stream, **errors(429, 500, 503)}
 
     @router.get("/models", responses=errors())
     async def models() -> ModelList:
@@ -62,29 +62,29 @@ def openai_routes(serving: Serving) -> APIRouter:
         """Describe a served model name."""
         return _card(serving, serving.check_model(name))
 
-    @router.post("/completions", response_model=CompletionResponse, responses=generating)
+    @router.post("/completions", response_model=CompletionResponse, responses=answer_or_stream)
     async def completions(body: CompletionRequest, request: Request, options: Options) -> Response:
         """Complete one or more prompts."""
         answer = CompletionAnswer(serving, body, request_id_of(request, body.request_id))
-        return await _answer(serving, answer, body.stream, request, options)
+        return await _respond(serving, answer, body.stream, request, options)
 
-    @router.post("/chat/completions", response_model=ChatResponse, responses=generating)
+    @router.post("/chat/completions", response_model=ChatResponse, responses=answer_or_stream)
     async def chat_completions(body: ChatRequest, request: Request, options: Options) -> Response:
         """Generate the next message of a conversation."""
         answer = ChatAnswer(serving, body, request_id_of(request, body.request_id))
-        return await _answer(serving, answer, body.stream, request, options)
+        return await _respond(serving, answer, body.stream, request, options)
 
-    @router.post("/responses", responses=generating)
+    @router.post("/responses", responses=answer_or_stream)
     async def responses(body: ResponsesRequest, request: Request, options: Options) -> Response:
         """Generate a response in the format of OpenAI's Responses API (items, named events). Nothing is stored."""
         answer = ResponsesAnswer(serving, body, request_id_of(request, body.request_id))
-        return await _answer(serving, answer, body.stream, request, options, NamedEvents)
+        return await _respond(serving, answer, body.stream, request, options, NamedEvents)
 
-    @router.post("/messages", responses=generating)
+    @router.post("/messages", responses=answer_or_stream)
     async def messages(body: MessagesRequest, request: Request, options: Options) -> Response:
         """Generate the next message in the format of Anthropic's Messages API."""
         answer = MessagesAnswer(serving, body, request_id_of(request, None))
-        return await _answer(serving, answer, body.stream, request, options, NamedEvents)
+        return await _respond(serving, answer, body.stream, request, options, NamedEvents)
 
     @router.post("/messages/count_tokens", responses=errors())
     async def count_tokens(body: TokenCountRequest, request: Request, options: Options) -> Response:
@@ -92,29 +92,29 @@ def openai_routes(serving: Serving) -> APIRouter:
         chat = body.to_chat()
         chat.check()
         serving.check_model(body.model)
-        tokenizer = serving.engine.tokenizer
-        form = serving.tool_format
-        prompt = await asyncio.to_thread(render_prompt, tokenizer, chat, chat.offered_tools, form)
+        inputs = serving.engine.tokenizer, chat, chat.offered_tools, serving.tool_format
+        prompt = await asyncio.to_thread(render_prompt, *inputs)
         return JsonResponse({"input_tokens": len(prompt.token_ids)})
 
     return router
 
 
-async def _answer(
+async def _respond(
     serving: Serving,
     answer: CompletionAnswer | ChatAnswer | ResponsesAnswer | MessagesAnswer,
     stream: bool | None,
     request: Request,
     options: RequestOptions,
-    events: type[EventStream] = EventStream,
+    event_stream: type[EventStream] = EventStream,
 ) -> Response:
+    """Start an answer, and return it whole or as a stream of events."""
     outputs = await answer.start(options)
     warnings = warning_headers(answer.without_effect())
     request.scope["state"]["completions"] = outputs.completions
-    resources = serving.followed(answer.id, outputs)
+    abortable = serving.followed(answer.id, outputs)
     if stream:
-        return events(answer, outputs, resources, warnings)
-    with resources:
+        return event_stream(answer, outputs, abortable, warnings)
+    with abortable:
         return JsonResponse(await cancel_if_client_leaves(request, answer.whole(outputs)), headers=warnings)
 
 

@@ -331,7 +331,7 @@ def test_a_recipe_s_predictions_are_criteria_with_its_intervals_and_its_load():
     assert (load.sessions, load.request_rate, load.input_tokens, load.output_tokens, load.spread) == (32, 0.0, 6, 4, 0)
     rate, tpot, ttft, errors = found.criteria
     assert (rate.bound, tpot.bound, ttft.bound) == ((100.0, 200.0), (0.035, 0.08), (0.2, 1.5))
-    assert all(one.value in load.UNITS for one in found.criteria)
+    assert all(one.value_name in load.UNITS for one in found.criteria)
     assert [rate.is_met_by(value) for value in (99, 100, 200, 201)] == [False, True, True, False]
     assert (errors.is_met_by(0.0), errors.is_met_by(0.01)) == (True, False)
     assert "106 blind predictions" in rate.source

@@ -172,7 +172,7 @@ def test_h20_32_has_the_plan_s_numbers():
     no_longer = {name for name, one in report["measurements"].items() if one["kind"] in ("eplb_gain", "link_share")}
     published = [one for one in report["criteria"] if one["measurement"] not in no_longer]
     assert len(published) == 70
-    found = [(c.id, c.measurement, c.value, c.bound_text, c.source) for c in whole.criteria]
+    found = [(c.id, c.measurement, c.value_name, c.bound_text, c.source) for c in whole.criteria]
     assert found == [tuple(c[key] for key in ("id", "measurement", "value_name", "bound", "source")) for c in published]
     graded = {c.id: (c.warning, c.failing) for c in whole.criteria}
     expected = {"pair-between-64b-latency": (15, 25), "all-to-all-1m-latency": (750, 1000)}

@@ -435,7 +435,7 @@ def dispatched(kernels, case, mesh, **options):
     product = ExpertProduct(weight_dtype=STORED[case.down.itemsize], kernels=with_threads(kernels, 1))
     spec = MeshSpec.parse(mesh)
     params, on = case.params(), spec.build()
-    carried = ExchangeInMemory(kernels.native, on.axis_names, together=True)
+    carried = ExchangeInMemory(kernels.native, on.axis_names, experts_read_tokens=True)
     config = DispatchConfig(by_choice=True, in_memory=carried, **options)
     specs = {name: P() if name == "layer" else P(None, spec.expert_axes) for name in params}
     run = functools.partial(dispatch, spec, on, config, local_experts=product, param_specs=specs)

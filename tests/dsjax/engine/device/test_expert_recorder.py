@@ -65,7 +65,7 @@ def test_reports_are_read_together_when_many_have_come_and_a_launch_without_any_
 
 
 def test_bytes_are_those_of_the_exchange_that_was_carried_out(recorder, monkeypatch):
-    in_memory = DispatchConfig(by_choice=True, in_memory=SimpleNamespace(together=True))
+    in_memory = DispatchConfig(by_choice=True, in_memory=SimpleNamespace(experts_read_tokens=True))
     for config, sends in ((in_memory, False), (DispatchConfig("gather"), True)):
         monkeypatch.setattr(ExpertDispatch, "config", config)
         recorder.add(report(1), rows(8), HERE)

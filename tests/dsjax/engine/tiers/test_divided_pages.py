@@ -23,7 +23,7 @@ class Divided:
         self.folder = folder
         self.pages = DividedPages(2, self._open)
         shapes = [{key: (array.shape, array.dtype) for key, array in part_of(0, part).items()} for part in (0, 1)]
-        self.first, self.last = self.parts = [self.pages.part(one) for one in shapes]
+        self.first, self.last = self.parts = [self.pages.join(one) for one in shapes]
         self.pages.page_reports()  # the list of pages
 
     def _open(self, shapes, windows):
