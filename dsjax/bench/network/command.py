@@ -73,4 +73,6 @@ def _measure(grid: CollectiveGrid, verdict: VerdictOptions, spec: Any, cluster: 
     if results.interrupted:
         print("interrupted: the figures are of what was done until then", file=sys.stderr)
         return INTERRUPTED
+    if cluster and not results.rows:
+        raise UserError("no collective was timed, so there is no verdict; the lines above say why each was left out")
     return _EXIT_CODES[worst(results)]

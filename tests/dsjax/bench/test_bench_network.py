@@ -268,8 +268,11 @@ def test_what_is_too_large_or_too_slow_is_left_out_with_a_line(host):
 
 
 @pytest.mark.parametrize(("us", "code", "said"), [(1e9, 0, "as expected"), (1e-3, 3, "warning"), (1e-9, 4, "failing")])
-def test_the_exit_code_is_the_verdict(cluster_file, tmp_path, us, code, said):
-    # A collective takes between 1 ns and 1,000 s on any machine: the bounds leave no doubt.
+def test_the_exit_code_is_the_verdict(cluster_file, tmp_path, us, code, said, monkeypatch):
+    def seconds_of(run, applications):
+        return run(applications) or 1e-4 + 1e-6 * applications
+
+    monkeypatch.setattr("dsjax.bench.modules.timing.seconds_of", seconds_of)
     limits = "[acceptance]\nwarning = 1\nfailing = 1e12\n" if us == 1e-3 else ""
     where = tmp_path / "n.json"
     arguments = ["--mesh", "dp=2", "--sizes", "64", "--repeats", "2", "--only", "all_to_all", "--no-progress"]
@@ -280,6 +283,15 @@ def test_the_exit_code_is_the_verdict(cluster_file, tmp_path, us, code, said):
     (row,) = body["rows"]
     assert (body["verdict"], row["ranks"], row["correct"], len(row["samples_s"])) == (said, 2, True, 2)
     assert read_network(where).curves["all_to_all", False][0].ranks == 2
+
+
+def test_a_run_that_timed_nothing_has_no_verdict(cluster_file, monkeypatch):
+    monkeypatch.setattr("dsjax.bench.modules.timing.seconds_of", lambda run, applications: 0.05)
+    arguments = ["--mesh", "dp=2", "--sizes", "64", "--only", "all_to_all", "--cluster", str(cluster_file())]
+    result = CliRunner().invoke(app, ["bench", "network", *arguments])
+    assert "something else keeps this machine busy" in " ".join(result.output.split())
+    assert isinstance(result.exception, UserError)
+    assert "no collective was timed" in str(result.exception)
 
 
 @pytest.mark.parametrize(
