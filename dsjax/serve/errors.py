@@ -114,8 +114,8 @@ def _from_validation(error: RequestValidationError) -> ApiError:
 
 
 def _steps(location: Sequence[str | int], body: Any) -> list[str | int]:
-    """Return an error location's path within the body. If the body is a union, pydantic puts the branch's name first: leave it out."""
-    steps = [part for part in location if part != "body"]
+    """Return an error location's path within the body, or the header's name. The name of a body's union branch, if any, is left out."""
+    steps = list(location[location[0] in ("body", "header") :])
     has_branch = location[0] == "body" and len(steps) > 1 and isinstance(body, dict) and steps[0] not in body
     return steps[1:] if has_branch else steps
 

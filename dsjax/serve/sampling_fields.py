@@ -10,7 +10,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from dsjax.engine.contract.sampling_params import OutputKind, SamplingError, SamplingParams, StructuredOutputs
+from dsjax.engine.contract.sampling_params import (
+    MAX_BAD_WORDS,
+    OutputKind,
+    SamplingError,
+    SamplingParams,
+    StructuredOutputs,
+)
 from dsjax.serve import bounds
 from dsjax.serve.errors import ApiError
 
@@ -226,7 +232,7 @@ class SamplingFields(DrawFields, GuidedFields, OpenAIFields):
     thinking_token_budget: Count | None = Field(None, description="maximum number of reasoning tokens")
     stop_token_ids: Annotated[Integers, Field(max_length=bounds.MAX_STOP_TOKENS)] | None = None
     allowed_token_ids: Integers | None = None
-    bad_words: Annotated[list[BadWord], Field(max_length=bounds.MAX_BAD_WORDS)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
     include_stop_str_in_output: bool | None = False

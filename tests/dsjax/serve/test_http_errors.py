@@ -64,6 +64,13 @@ def test_the_schema_describes_every_answer(server):
     assert "HTTPValidationError" not in schema["components"]["schemas"]
 
 
+def test_a_wrong_header_is_named(server):
+    answer = server.post(COMPLETIONS, {"prompt": "a"}, headers={"X-Data-Parallel-Rank": "-1"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "X-Data-Parallel-Rank")
+    assert error["message"].startswith("X-Data-Parallel-Rank: Input should be greater")
+
+
 @pytest.mark.parametrize(("path", "body", "headers", "is_usual"), [
     (COMPLETIONS, {"prompt": "ab", **GREEDY, "logprobs": 1}, {}, True),
     (COMPLETIONS, {"prompt": "ab", **GREEDY, "stream": True}, {}, True),
