@@ -64,15 +64,14 @@ def read_results(folder: Path, base_url: str, *, fresh: bool) -> dict[str, Resul
         if body.get("format") != FORMAT:
             raise ValueError(f"its format is {body.get('format')!r}, expected {FORMAT!r}")
         results = {name: Result.from_json(result) for name, result in body["measurements"].items()}
+        server = body["base_url"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"cannot go on from {path}: {why_unreadable(error)}; give another --results") from error
-    if body["base_url"] == base_url:
+    if server == base_url:
         return results
     if fresh:
         return {}
-    raise UserError(
-        f"{path} has results of {body['base_url']}, and --base-url is {base_url}; give another --results, or --fresh"
-    )
+    raise UserError(f"{path} has results of {server}, and --base-url is {base_url}; give another --results, or --fresh")
 
 
 def fingerprint_of(measurement: Measurement, bed: TestBed) -> str:

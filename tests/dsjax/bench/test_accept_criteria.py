@@ -7,7 +7,7 @@ import pytest
 
 from dsjax.bench.accept.criteria import Criterion, load_checklist
 from dsjax.bench.accept.kinds.kind import Measured
-from dsjax.bench.accept.results import Result, exit_status, judge, read_results, worst
+from dsjax.bench.accept.results import FORMAT, Result, exit_status, judge, read_results, worst
 from dsjax.errors import UserError
 from dsjax.options import OptionError
 from dsjax.toml_files import bundled_names
@@ -131,10 +131,16 @@ def test_a_mistake_in_a_file_is_found_before_anything_is_measured(read, old, new
         read(FILE.replace(old, new, 1))
 
 
-@pytest.mark.parametrize("text", ["[]", "3", "null"])
-def test_a_report_that_is_none_is_not_gone_on_from(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((text, "it is no report of dsjax accept") for text in ("[]", "3", "null")),
+        (json.dumps({"format": FORMAT, "measurements": {}}), "base_url"),
+    ],
+)
+def test_a_report_that_is_none_is_not_gone_on_from(tmp_path, text, message):
     (tmp_path / "report.json").write_text(text)
-    with pytest.raises(UserError, match="it is no report of dsjax accept; give another --results"):
+    with pytest.raises(UserError, match=f"{message}.*; give another --results"):
         read_results(tmp_path, "http://host", fresh=False)
 
 
