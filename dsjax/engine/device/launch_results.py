@@ -71,7 +71,7 @@ class _RankReader(NamedTuple):
         R, C = self.launched.shape.decode_rows
         if C == 1:
             # Fast path: without drafts, this runs for each running request in every step.
-            results = [RowResult((t,)) if t >= 0 else _failed((), t) for t in self.tokens[:count].tolist()]
+            results = [RowResult((t,)) if t >= 0 else _with_drafts([t]) for t in self.tokens[:count].tolist()]
         else:
             results = [_with_drafts(tokens) for tokens in self.tokens[: R * C].reshape(R, C)[:count].tolist()]
         rules = self.launched.rules.slots
