@@ -21,7 +21,6 @@ from v4_engine import (
     engine,
     forget_on_devices,
     handed_over,
-    one_devices,
     write,
 )
 from watched_drafts import Watch
@@ -101,7 +100,8 @@ def test_pages_of_both_kinds_come_back_from_the_disk_after_a_restart_on_another_
 
 def test_pages_of_a_stage_without_compressed_entries_come_back_from_host_memory_and_the_disk(tmp_path, patient_disk):
     model, disk = write(tmp_path, "wc", **BLOCKS), {"disk_cache": str(tmp_path / "disk"), "disk_cache_bytes": 1 << 24}
-    expected = one_devices(model, **QUANTISED)[0]
+    with engine(model, mesh="dp=1", **QUANTISED) as llm:
+        expected = answers(llm)
     with engine(model, mesh="pp=2", host_cache_bytes=1 << 20, **disk, **QUANTISED, **DRAFTS) as first:
         (rank,) = first.engine.core.scheduler.ranks
         assert answers(first) == expected
@@ -117,4 +117,5 @@ def test_pages_of_a_stage_without_compressed_entries_come_back_from_host_memory_
 def test_pages_without_compressed_entries_go_from_prefill_to_decode(tmp_path):
     model = write(tmp_path, "w")
     found, asked, completed = handed_over(model, prefill_mesh="dp=1", decode_mesh="dp=1")
-    assert (found, completed) == (one_devices(model)[0], asked)
+    with engine(model, mesh="dp=1") as llm:
+        assert (found, completed) == (answers(llm), asked)
