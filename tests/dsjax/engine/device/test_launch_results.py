@@ -15,9 +15,8 @@ from dsjax.engine.device.slots import NOT_COMPUTED, REJECTED
 def test_a_row_that_computed_nothing_has_not_failed(drafts):
     firsts = [5, NOT_COMPUTED, NOT_FINITE, NONE_ALLOWED]
     tokens = [[first, *[NOT_COMPUTED if first == NOT_COMPUTED else REJECTED] * drafts] for first in firsts]
-    launched = SimpleNamespace(
-        shape=SimpleNamespace(decode_rows=(len(firsts), 1 + drafts)), rules=SimpleNamespace(slots={})
-    )
+    shape = SimpleNamespace(decode_rows=(len(firsts), 1 + drafts))
+    launched = SimpleNamespace(shape=shape, rules=SimpleNamespace(slots={}))
     found = _RankReader(0, launched, np.ravel(tokens), None, None).decodes(len(firsts))
     failed = {"finite": False}, {"error": NO_TOKEN_ALLOWED}
     expected = [RowResult((5,)), RowResult(), *(RowResult((), **how) for how in failed)]

@@ -82,8 +82,8 @@ def error(found, expected):
 def test_hidden_states_and_logits_are_those_of_transformers(case, mesh):
     raw, length = CASES[case]
     config, spec = ModelConfig.from_dict(raw), MeshSpec.parse(mesh)
-    shape = spec.dp_size, length
-    tensors, tokens = v4_tensors(config), np.random.default_rng(1).integers(0, raw["vocab_size"], shape)
+    tensors = v4_tensors(config)
+    tokens = np.random.default_rng(1).integers(0, raw["vocab_size"], (spec.dp_size, length))
     _, hidden, logits = reference(raw, tensors, tokens)
     table, params = parameter_table(config, weights="f32"), from_hf_tensors(config, tensors)
     devices = spec.build()
