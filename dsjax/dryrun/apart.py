@@ -44,7 +44,7 @@ from sharding import MeshSpec
 def dry_run_apart(
     args: DryRunArgs, *, expert_target: str | None = None, cluster: str | None = None, timeline: bool = False
 ) -> ApartReport:
-    """Compile both sides' programs of the step that ``args`` describes, and analyse them. Allocates no arrays of the model's size.
+    """Compile and analyse the attention and expert programs of the step that ``args`` describes. Allocates no arrays of the model's size.
 
     expert_target: target of the experts' programs; None: ``args.target``. cluster: as in ``dry_run``, for the target's devices on
     either side. timeline: also simulate both sides' timeline and predict the step time.
@@ -73,10 +73,10 @@ def dry_run_apart(
     started = time.perf_counter()
     reader = _Reader(args, compiled, sides, timeline)
     programs, passes = reader.read()
-    played = None
+    simulated = None
     if timeline:
-        before = [program.report.timeline.step * program.times for program in programs if not program.in_turn]
-        played = ApartTimeline.of(before, passes, sides.attention, sides.experts)
+        outside_layers = [program.report.timeline.step * program.times for program in programs if not program.in_turn]
+        simulated = ApartTimeline.of(outside_layers, passes, sides.attention, sides.experts)
     return ApartReport(
         request=_request(args, compiled, sides, expert_target),
         hardware=(sides.hardware, sides.expert_hardware),
@@ -86,7 +86,7 @@ def dry_run_apart(
         cache_tokens=(compiled.limits.pages_per_rank - 1) * compiled.step.page_size,
         programs=tuple(programs),
         links=Links.of(compiled, sides.connections),
-        timeline=played,
+        timeline=simulated,
         assumptions=dict(TEXT),
         notes=tuple(_notes(sides)),
         seconds={
@@ -112,7 +112,7 @@ class _Sides:
     @classmethod
     def of(cls, target: str, expert_target: str, spec: MeshSpec, experts: MeshSpec, cluster: str | None) -> _Sides:
         if target == "cpu":
-            own_cluster = target_cluster(hardware=None, name=cluster, devices=0)  # raises on a named cluster
+            own_cluster = target_cluster(hardware=None, name=cluster, devices=0)  # None; raises on a named cluster
             return cls(spec, experts, None, None, own_cluster, None)
         hardware, expert_hardware = load_hardware(target), load_hardware(expert_target)
         is_one_kind = target == expert_target
@@ -154,10 +154,10 @@ class _Sides:
         if self.one_process:
             devices = list(target_devices(self.hardware, first + second))
             return self.spec.arrange(devices[:first]), self.expert_spec.arrange(devices[first : first + second])
-        own = second // self.processes
+        per_process = second // self.processes
         attention_devices = list(target_devices(self.hardware, first))[:first]
-        expert_devices = list(target_devices(self.expert_hardware, own))[:own]
-        return self.spec.arrange(attention_devices), MeshSpec(dp_size=own).arrange(expert_devices)
+        expert_devices = list(target_devices(self.expert_hardware, per_process))[:per_process]
+        return self.spec.arrange(attention_devices), MeshSpec(dp_size=per_process).arrange(expert_devices)
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class _Reader:
     timeline: bool
 
     def read(self) -> tuple[list[SideProgram], list[Pass]]:
-        """Return all programs of a step, and its passes through MoE layers, each with its programs."""
+        """Return all programs of a step, and for each pass through MoE layers the programs of its micro-batches."""
         compiled = self.compiled
         outer_programs = [
             SideProgram(
@@ -187,9 +187,9 @@ class _Reader:
         passes = []
         for layer_passes, compiled_pass in compiled.experts.passes:
             kinds = compiled_pass.kinds
-            of_kind = [[] for _ in range(kinds)]
+            of_kind = [[] for _ in range(kinds)]  # kind of layer → (programs by name, exchange) of each micro-batch
             for place, (layer_pass, programs) in enumerate(zip(layer_passes, compiled_pass.programs, strict=True)):
-                half = place // kinds
+                half = place // kinds  # index of the micro-batch, one of `halves`
                 halves = len(layer_passes) // kinds
                 by_name = {
                     name: self._of_layer(layer_programs, getattr(programs, name), name, layer_pass, half, halves)
@@ -198,11 +198,11 @@ class _Reader:
                 by_name["compute"] = self._of_layer(
                     layer_programs, programs.way.program, "compute", layer_pass, half, halves
                 )
-                for name in ("pack", "keep", "receive") if programs.further else ():
+                for name in ("pack", "keep", "receive") if programs.further else ():  # only for rows beyond capacity
                     run = getattr(programs.further, name)
                     self._of_layer(layer_programs, run, f"further rounds, {name}", layer_pass, half, halves, 0)
                 of_kind[layer_pass.kind].append((by_name, programs.way.between))
-            passes += [Pass(layer_passes[0].num_layers, tuple(halves)) for halves in of_kind]
+            passes += [Pass(layer_passes[0].num_layers, tuple(micro_batches)) for micro_batches in of_kind]
         return [*outer_programs, *layer_programs.values()], passes
 
     def _of_layer(
@@ -215,7 +215,8 @@ class _Reader:
         halves: int,
         runs: int = 1,
     ) -> SideProgram:
-        """Analyse a layer's program once, and add its runs; equal passes share a program. runs: runs per layer."""
+        """Count a layer program's executions and return its entry. Equal passes share a program, which is analysed once. half: index of the
+        micro-batch, one of ``halves``. runs: executions per layer."""
         program = self.compiled.experts.programs[id(run)]
         if id(program) not in analysed:
             title = f"{layer_pass.stack}: {name}" + (f", micro-batch {half + 1}" if halves > 1 else "")
@@ -267,10 +268,10 @@ def _named_outer_programs(compiled: ApartStep) -> Iterator[tuple[str, str, Compi
 
 def _parameters(compiled: ApartStep) -> dict[str, int]:
     step = compiled.step
-    of_experts = sum(info.count for info in compiled.experts.infos.values())
-    of_experts = of_experts * compiled.experts.spec.num_devices // compiled.experts.mesh.size
-    physical, logical = step.placement.n_physical, step.config.n_routed_experts
-    return parameters_by_component(step) | {"routed experts": of_experts // physical * logical}
+    expert_parameters = sum(info.count for info in compiled.experts.infos.values())  # of one expert process
+    expert_parameters = expert_parameters * compiled.experts.spec.num_devices // compiled.experts.mesh.size
+    physical, logical = step.placement.n_physical, step.config.n_routed_experts  # with, without redundant copies
+    return parameters_by_component(step) | {"routed experts": expert_parameters // physical * logical}
 
 
 def _request(args: DryRunArgs, compiled: ApartStep, sides: _Sides, expert_target: str) -> dict[str, object]:
