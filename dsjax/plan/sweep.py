@@ -54,16 +54,15 @@ class Sweep:
     points: list[SweepPoint]
 
     def to_json(self) -> dict[str, Any]:
-        """Stable fields."""
-
+        """Return plain data with stable fields."""
         points = []
         for p in self.points:
-            users = {"concurrency": p.users} if p.users is not None else {}
-            sides = {
-                name: one and {"deployment": one.name(), **one.to_json()}
-                for name, one in (("same", p.same), ("best", p.best))
+            concurrency = {"concurrency": p.users} if p.users is not None else {}
+            plans = {
+                name: plan and {"deployment": plan.name(), **plan.to_json()}
+                for name, plan in (("same", p.same), ("best", p.best))
             }
-            points.append({"value": p.value, **users, **sides, "meets_objective": p.met})
+            points.append({"value": p.value, **concurrency, **plans, "meets_objective": p.met})
         return {"quantity": self.quantity, "unit": self.unit, "now": self.now, "points": points}
 
 
@@ -109,23 +108,23 @@ def sweep(question: Question, winner: Candidate, quantity: str, points: Sequence
     output = winner.decode.workload.output.mean
     # Requests in flight by Little's law; a winner that prefill limits could hold more.
     in_flight = winner.throughput / output * (winner.ttft + winner.tpot * max(output - 1, 0))
-    now, changed = {
+    now, cluster_at = {  # the value on the given cluster, and a function from another value to the changed cluster
         "latency": (cluster.latency * 1e6, lambda to: cluster.scaled("latency", now / to)),
         "bandwidth": (cluster.network_gbps, lambda to: cluster.scaled("network", to / now)),
         "loss-of-hosts": (0.0, lambda to: cluster.resized(cluster.hosts - int(to))),
         "hosts": (float(cluster.hosts), lambda to: cluster.resized(int(to))),
         "concurrency": (float(max(1, round(in_flight))), lambda to: cluster),
     }[quantity]
-    unit, _, usual = _QUANTITIES[quantity]
+    unit, _, defaults = _QUANTITIES[quantity]
     if quantity == "hosts":
-        usual = [float(int(now * factor)) for factor in usual if now * factor >= 1]
+        defaults = [float(int(now * factor)) for factor in defaults if now * factor >= 1]
     elif quantity == "loss-of-hosts":
-        usual = usual[: cluster.hosts]
-    tried = set(points or [(value, None) for value in usual]) | ({(now, None)} if quantity != "hosts" else set())
+        defaults = defaults[: cluster.hosts]
+    tried = set(points or [(value, None) for value in defaults]) | ({(now, None)} if quantity != "hosts" else set())
     refuse("sweep", quantity=quantity, bound=bound, most=max(value for value, _ in tried), cluster=cluster)
     found = []
     for value, users in sorted(tried, key=lambda point: (point[0], point[1] or 0.0)):
-        changed_question = dataclasses.replace(question, cluster=changed(value))
+        changed_question = dataclasses.replace(question, cluster=cluster_at(value))
         load = value if quantity == "concurrency" else users
         if load is not None:
             work = dataclasses.replace(question.workload, concurrency=load, rate=None)
@@ -139,30 +138,32 @@ def _point(question: Question, winner: Candidate, value: float, users: float | N
     try:
         plan = search(changed)
     except UserError:
-        # The original question has an answer, so the given mesh does not fit fewer hosts.
+        # The question has a plan on the given cluster, so the mesh that the user gave does not fit fewer hosts.
         return SweepPoint(value, same, best=None, met=False, users=users)
     return SweepPoint(value, same, plan.best, plan.winner is not None, users)
 
 
 def _same(question: Question, winner: Candidate, changed: Question) -> Candidate | None:
-    """Return the winner's deployment at a swept point, or None if it does not fit. Fewer hosts keep the instances that still fit, with
-    their requests; a multiple of the hosts has the same multiple of the instances."""
+    """Return the winner's deployment at a swept point, or None if it does not fit.
+
+    Aggregated instances that no longer fit go with their requests. N × the devices run N × the instances, unless prefill has its own cluster.
+    """
     cluster = changed.cluster
     users = changed.workload.concurrency
-    times = 1 if cluster.prefill is not None else max(1, changed.devices // question.devices)
-    count, first = winner.count * times, winner.prefill_count * times
+    factor = 1 if cluster.prefill is not None else max(1, changed.devices // question.devices)
+    count, prefill_count = winner.count * factor, winner.prefill_count * factor
     if winner.mode == "separated":
         devices = count * changed.occupied_devices(winner.decode)
         if cluster.prefill is None:
-            devices += first * changed.occupied_devices(winner.prefill)
+            devices += prefill_count * changed.occupied_devices(winner.prefill)
         if devices > changed.devices:
             return None
     else:
         count = min(count, changed.max_instances(winner.decode.layout))
         if not count:
             return None
-    winner = dataclasses.replace(winner, count=count, prefill_count=first)
-    if users is None or (users == question.workload.concurrency and times == 1):
+    winner = dataclasses.replace(winner, count=count, prefill_count=prefill_count)
+    if users is None or (users == question.workload.concurrency and factor == 1):
         return with_intervals(recompute(winner, cluster))
     batch = users / (winner.decode.replicas * winner.count)
     return with_intervals(recompute(winner, cluster, None, batch, users)) if batch <= winner.decode.max_batch else None
