@@ -10,7 +10,7 @@ NOWHERE = -1
 
 
 class TierCounts(NamedTuple):
-    """Numbers of pages in a tier: the first two at present, the others since the start."""
+    """Page counts of a tier: `used_pages` and `usable_pages` at present, the others since the start."""
 
     used_pages: int
     usable_pages: int
@@ -20,10 +20,10 @@ class TierCounts(NamedTuple):
 
 
 class SegmentedLru:
-    """Map from names to numbers, in eviction order.
+    """Map from page names to numbers (slots or sizes), in eviction order.
 
     Segmented LRU (Karedla, Love and Wherry 1994): a new name enters the probationary segment, whose least recently used name is evicted
-    first. A hit moves a name to the protected segment; when that exceeds its share of `size`, its LRU name returns to probation.
+    first. A hit moves a name to the protected segment. Above `PROTECTED_SHARE` of `size`, that segment's LRU name returns to probation.
     """
 
     def __init__(self, size: int):
@@ -64,7 +64,7 @@ class SegmentedLru:
 class HostTier:
     """Host-memory slots for the evicted pages of one rank, indexed by page name.
 
-    under_way: maximum number of steps in flight. A stored page can be fetched that many planned steps later, when it has left the device.
+    under_way: maximum number of steps in flight. After that many more planned steps, a stored page has left the device and can be fetched.
     first: number of the first slot.
     """
 
@@ -72,7 +72,7 @@ class HostTier:
         self.num_slots, self._under_way = num_slots, under_way
         self._free = list(range(first + num_slots - 1, first - 1, -1))
         self._names = SegmentedLru(num_slots)
-        self._leaving: dict[bytes, int] = {}  # planned steps since the store
+        self._leaving: dict[bytes, int] = {}  # page → steps planned since its store
         self._stored = self._fetched = self._evicted = 0
 
     def __contains__(self, name: bytes) -> bool:
@@ -83,7 +83,7 @@ class HostTier:
         return TierCounts(self.num_slots - len(self._free), self.num_slots, self._stored, self._fetched, self._evicted)
 
     def begin_step(self) -> None:
-        """Count one more planned step for the pages that are leaving the device."""
+        """Note a planned step; pages stored `under_way` steps ago have left the device."""
         if self._leaving:
             self._leaving = {name: age + 1 for name, age in self._leaving.items() if age + 1 < self._under_way}
 
@@ -130,8 +130,8 @@ class PageReports(NamedTuple):
 
     read: list[tuple[int, int, bool]]  # (rank, number, success)
     written: list[tuple[int, bool]]  # (number, success)
-    # the pages that an earlier run left, least recently used first, with the room that each takes, in context pages. Only one report has
-    # them; it is None in all others
+    # pages that an earlier run left on the disk → size in context pages, least recently used first. Only the first report after these were
+    # listed has them; None in all others
     listed: dict[bytes, int] | None = None
 
 
