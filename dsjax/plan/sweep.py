@@ -146,7 +146,7 @@ def _point(question: Question, winner: Candidate, value: float, users: float | N
 def _same(question: Question, winner: Candidate, changed: Question) -> Candidate | None:
     """Return the winner's deployment at a swept point, or None if it does not fit.
 
-    Aggregated instances that no longer fit go with their requests. N × the devices run N × the instances, unless prefill has its own cluster.
+    Aggregated instances that no longer fit go with their requests. Without a prefill cluster, N × the devices run N × the instances.
     """
     cluster = changed.cluster
     users = changed.workload.concurrency

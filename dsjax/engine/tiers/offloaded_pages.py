@@ -36,15 +36,13 @@ class _Landing(NamedTuple):
 
 
 class OffloadedPages(DevicePart, PageStore):
-    """Host-memory slots of every DP rank with devices in this process, and an optional disk.
-
-    Window pages have slots of their own.
+    """Host-memory slots of every DP rank with devices in this process, and an optional disk. Window pages have slots of their own.
 
     To offload a page, a program gathers it and an asynchronous copy moves it to the host; only a later command that needs the page waits.
     To load it, a transfer runs beside the steps and a program writes it. Programs move ``MOVED_PAGES`` pages of each rank at once.
 
-    disk: makes `DiskPages`, or a part of `DividedPages`, from the unsharded shapes of pages' arrays in this executor, and the names of
-    those on window pages.
+    disk: makes the disk store (`DiskPages`, or this process's part of `DividedPages`) from the unsharded shape and dtype of each array of a
+    page in this executor, and the names of the arrays on window pages.
     """
 
     def __init__(
@@ -82,23 +80,23 @@ class OffloadedPages(DevicePart, PageStore):
 
     def _store(self, _: Pending, command: StorePages) -> Running:
         """Copy pages to slots, and write them to the disk."""
-        stored = [np.frombuffer(rank_pages, "<i4").reshape(-1, 3) for rank_pages in command.ranks]
-        names = [
-            dict(zip(own[own[:, 2] >= 0, 2].tolist(), names_of(rank_names), strict=True))
-            for own, rank_names in zip(stored, command.names, strict=False)  # no names without a disk
+        triples = [np.frombuffer(data, "<i4").reshape(-1, 3) for data in command.ranks]  # page, slot, write number
+        names = [  # for each rank: write number → page name
+            dict(zip(rows[rows[:, 2] >= 0, 2].tolist(), names_of(rank_names), strict=True))
+            for rows, rank_names in zip(triples, command.names, strict=False)  # no names without a disk
         ]
         pieces, first_window = [], self._device.limits.pages_per_rank
         for table in TABLES:
             first, windows = (first_window, True) if table == "window" else (0, False)
-            for piece in cut([own[(own[:, 0] >= first_window) == windows] for own in stored], table):
+            for piece in cut([rows[(rows[:, 0] >= first_window) == windows] for rows in triples], table):
                 writes = [
                     (rank, place, int(number), names[rank][int(number)])
-                    for rank, rank_pages in enumerate(piece)
-                    for place, number in enumerate(rank_pages[:, 2])
+                    for rank, rank_rows in enumerate(piece)
+                    for place, number in enumerate(rank_rows[:, 2])
                     if number >= 0
                 ]
-                pages = packed([rank_pages[:, 0] - first for rank_pages in piece], table)
-                pieces.append((table, [rank_pages[:, 1] for rank_pages in piece], writes, self._device.send(pages)))
+                pages = packed([rank_rows[:, 0] - first for rank_rows in piece], table)
+                pieces.append((table, [rank_rows[:, 1] for rank_rows in piece], writes, self._device.send(pages)))
 
         def run() -> Running:
             self._land()
@@ -114,7 +112,6 @@ class OffloadedPages(DevicePart, PageStore):
 
     def _drop(self, _: Pending, command: DropPages) -> Running:
         """Delete pages from the disk after all earlier stores have been written."""
-
         self._landings.append(_Landing([], partial(self._disk.drop, command.everything, names_of(command.names))))
         self._land()
         yield from ()
@@ -137,7 +134,7 @@ class OffloadedPages(DevicePart, PageStore):
             ranks, windows = zip(wanted, places, strict=True), table == "window"
             own = [rank_places[(numbers[rank_places] >= WINDOW_NUMBERS) == windows] for numbers, rank_places in ranks]
             for piece in cut(own, table):
-                numbers = [rank_places[at] for rank_places, at in zip(wanted, piece, strict=True)]
+                numbers = [rank_numbers[rank_places] for rank_numbers, rank_places in zip(wanted, piece, strict=True)]
                 pieces.append(StagedPiece(piece, partial(self._sent, table, numbers), table))
         return pieces, [rank_places[:0] for rank_places in places]
 
@@ -161,7 +158,7 @@ class OffloadedPages(DevicePart, PageStore):
         needed = 0
         for place, landing in enumerate(self._landings, 1):
             filled = zip(landing.slots, slots, strict=True) if landing.slots else ()
-            if any(np.isin(wanted, own[own >= 0]).any() for own, wanted in filled):
+            if any(np.isin(wanted, landed[landed >= 0]).any() for landed, wanted in filled):
                 needed = place
         self._land(least=needed)
 
@@ -197,23 +194,24 @@ class OffloadedPages(DevicePart, PageStore):
         """Send pages of one kind of all ranks to the devices, sharded as the programs expect."""
         self._land_slots(numbers)
         slots, num_slots = [rank_numbers % WINDOW_NUMBERS for rank_numbers in numbers], self._num_slots[table]
-        read = {
+        read_pages = {
             (rank, int(slot)): self._disk.take(rank, int(number))
             for rank, rank_slots in enumerate(slots)
             for slot, number in zip(rank_slots, numbers[rank], strict=True)
-            if slot >= num_slots
+            if slot >= num_slots  # a page of `ReadPages`, not a host slot
         }
 
         def part(name: str, index: tuple[slice, ...]) -> np.ndarray:
+            """Return one device's shard of an array: the pages of its ranks, from host memory and the disk."""
             ranks, _, *rest = index
             described = self._described[table][name]
-            numbers = range(*ranks.indices(described.shape[0]))
-            whole = np.zeros((len(numbers), *described.shape[1:]), described.dtype)
-            for place, rank in enumerate(numbers):
-                here = np.flatnonzero(slots[rank] < num_slots)
-                whole[place, here] = self._memory[name][rank, slots[rank][here]]
+            shard_ranks = range(*ranks.indices(described.shape[0]))
+            whole = np.zeros((len(shard_ranks), *described.shape[1:]), described.dtype)
+            for place, rank in enumerate(shard_ranks):
+                in_slots = np.flatnonzero(slots[rank] < num_slots)
+                whole[place, in_slots] = self._memory[name][rank, slots[rank][in_slots]]
                 for index in np.flatnonzero(slots[rank] >= num_slots):
-                    whole[place, index] = read[rank, int(slots[rank][index])][name]
+                    whole[place, index] = read_pages[rank, int(slots[rank][index])][name]
             return np.ascontiguousarray(whole[(slice(None), slice(None), *rest)])
 
         return {
