@@ -1,7 +1,7 @@
 """`LinkListener` and `Link`: bulk data between threads of two processes, bypassing the messaging thread.
 
-The calling thread waits at the socket. A message is a header and buffers, split into frames; buffers are sent without a copy. An
-unencrypted link (no `--encrypt-bulk`) opens with a ticket from a control message: an open socket would buffer anyone's messages.
+The calling thread waits at the socket. A message is a header and buffers, split into frames; buffers are sent without a copy. A peer must
+authenticate before libzmq buffers its messages: on an unencrypted link (no `--encrypt-bulk`), with a ticket from a control message.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ class Message(NamedTuple):
 class _LinkSocket:
     """A socket with a monitor of its connections, and a wake-up for the thread that waits at it.
 
-    A subclass holds the lock while it opens and calls `Endpoint.own`; the messaging thread then tends it whenever the lock is free.
+    A subclass holds the lock while it opens and calls `Endpoint.attach`. From then on, the messaging thread calls `tend` each second.
     """
 
     def __init__(self, endpoint: Endpoint, kind: int, host: str):
@@ -91,7 +91,7 @@ class _LinkSocket:
         self.wake()
 
     def tend(self) -> None:
-        """Free ended connections while the socket is idle: libzmq keeps their state until the socket is used."""
+        """Free ended connections if no thread uses the socket: libzmq keeps their state until the socket is used."""
         if self._lock.acquire(blocking=False):
             try:
                 if not self._is_closed:
@@ -144,8 +144,8 @@ class _LinkSocket:
 class LinkListener(_LinkSocket):
     """Receives from processes that connect with a ticket, and can answer them. One thread at a time uses it.
 
-    names: names that may connect, each once; None: any name. encrypted: encrypt even if the deployment does not encrypt its links; both
-    sides must set it.
+    names: names that may connect, each over one link at a time; None: any name. encrypted: encrypt even if the deployment does not encrypt
+    its links; both sides must set it.
 
     address (`HOST:PORT`), ticket: what others need to connect; send both over control messages.
     """
@@ -157,9 +157,9 @@ class LinkListener(_LinkSocket):
         self._names = None if names is None else set(names)
         self._names_by_id: dict[bytes, str] = {}
         self._ids_by_name: dict[str, bytes] = {}
-        self._sweeps = 0
-        self._sweep_at = 0.0
-        self._disconnected: set[bytes] = set()  # their last messages can still be taken
+        self._sweeps = 0  # how often to probe all connections again
+        self._sweep_at = 0.0  # time of the next probe
+        self._disconnected: set[bytes] = set()  # gone, but their last messages may be unread
         self._lost_names: list[str] = []
         super().__init__(endpoint, zmq.ROUTER, endpoint.host)
         with self._lock:
@@ -231,7 +231,7 @@ class LinkListener(_LinkSocket):
         return None
 
     def _next_frames(self) -> list[zmq.Frame] | None:
-        """Return the frames of a pending message. Forget processes that are gone once their messages are taken."""
+        """Return the frames of a pending message. Forget a process that is gone only after a second read, which takes its last messages."""
         for check in (self._check_connections, self._forget_disconnected):
             with contextlib.suppress(zmq.Again):
                 while True:
@@ -253,10 +253,10 @@ class LinkListener(_LinkSocket):
             return
         self._names_by_id[frames[0].bytes] = opening.name
         self._ids_by_name[opening.name] = frames[0].bytes
-        self._sweeps, self._sweep_at = 20, 0.0  # its disconnection may already have been reported
+        self._sweeps, self._sweep_at = 20, 0.0  # the disconnection may have been reported before it had a name
 
     def _check_connections(self) -> None:
-        """After a disconnection, find the processes that are gone: sending to them fails."""
+        """After a disconnection, probe all processes several times. Those to which sending fails are gone."""
         if zmq.EVENT_DISCONNECTED in self._events():
             self._sweeps = 20
             self._sweep_at = 0.0
@@ -342,7 +342,7 @@ class Link(_LinkSocket):
                 if has_ended:
                     raise self._lost_error()
                 if self._check_connections():
-                    continue  # it may have sent something before
+                    continue  # first return what it sent before it ended
                 seconds_left = 1.0 if deadline is None else deadline - time.monotonic()
                 if seconds_left <= 0 or self._poll(min(seconds_left, 1.0)):
                     return None
@@ -358,13 +358,13 @@ class Link(_LinkSocket):
         return False
 
     def _check_connections(self) -> bool:
-        """Return whether the other side is gone. Also drains the socket: the listener probes sides that only send, too."""
+        """Return whether the other side is gone. Also drain the socket: a side that only sends gets the listener's liveness probes, too."""
         self._read_pending()
         self._has_ended |= zmq.EVENT_DISCONNECTED in self._events()
         return self._has_ended
 
     def _read_pending(self) -> None:
-        """Read pending messages."""
+        """Move pending messages from the socket to `_received`."""
         with contextlib.suppress(zmq.Again):
             while True:
                 header, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
