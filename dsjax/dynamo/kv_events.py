@@ -18,9 +18,9 @@ class Publisher(Protocol):
 class KvEvents:
     """An `EventSink` that tells each DP rank's publisher which pages the rank has cached.
 
-    Dynamo's blocks are the engine's pages; a block's hash is the last 64 bits of the page's name as a signed integer. The interface has
-    no tiers, so a page counts as cached from its first store in any tier of a rank until it has left the last tier: in any tier, it
-    needs no recomputation. The engine's thread calls all methods except `connect`.
+    Dynamo's blocks are the engine's pages; a block's hash is the last 64 bits of the page's name as a signed integer. Dynamo's interface
+    has no tiers, so a page counts as cached while any tier of the rank has it: no tier requires recomputation. The engine's thread
+    calls all methods except `connect`.
     """
 
     def __init__(self):
@@ -47,13 +47,13 @@ class KvEvents:
 class _Rank:
     """Blocks of one rank that the router knows, and blocks that wait for their parent.
 
-    A page that moves to another tier may be in no tier in between, and pages leave a tier last page first, so they reach the next tier
-    before their parents. The router cannot place a block with an unknown parent, so such a block waits for its parent.
+    The router cannot place a block with an unknown parent, so such a block waits for its parent. This happens when pages change tiers: the
+    last page of a sequence moves first, and a page may be in no tier in between.
     """
 
     def __init__(self):
-        self._places: dict[int, set[str | None]] = {}  # block → the tiers that have it
-        self._salts: dict[int, str] = {}
+        self._places: dict[int, set[str | None]] = {}  # block → tiers that have it
+        self._salts: dict[int, str] = {}  # published block → `cache_salt` of its sequence
         self._published: set[int] = set()
         self._waiting: dict[int, dict[int, BlockStored]] = {}  # unknown parent → block → the event of that block
         self._parents: dict[int, int] = {}  # waiting block → the parent that it waits for
@@ -87,20 +87,20 @@ class _Rank:
         for block in event.block_hashes:
             self._places.setdefault(block, set()).add(event.medium)
         if self._published.isdisjoint(event.block_hashes) and self._knows(event.parent_block_hash):
-            self._publish(event, changes)
+            self._publish(event, changes)  # the usual case: one event for all blocks
             return
-        for stored in _blocks(event):
-            if stored.block_hashes[0] in self._published:
+        for block_event in _blocks(event):
+            if block_event.block_hashes[0] in self._published:
                 continue
-            if self._knows(stored.parent_block_hash):
-                self._publish(stored, changes)
+            if self._knows(block_event.parent_block_hash):
+                self._publish(block_event, changes)
             else:
-                self._waiting.setdefault(stored.parent_block_hash, {})[stored.block_hashes[0]] = stored
-                self._parents[stored.block_hashes[0]] = stored.parent_block_hash
+                self._waiting.setdefault(block_event.parent_block_hash, {})[block_event.block_hashes[0]] = block_event
+                self._parents[block_event.block_hashes[0]] = block_event.parent_block_hash
 
     def _publish(self, event: BlockStored, changes: list[dict[str, Any]]) -> None:
         due = [event]
-        while due:  # a chain of waiting blocks may be longer than Python's stack
+        while due:  # no recursion: a chain of waiting blocks may be longer than Python's stack
             event = due.pop()
             salt = event.extra_keys[0][0] if event.extra_keys else self._salts.get(event.parent_block_hash)
             changes.append(_stored(event, salt))
@@ -108,19 +108,19 @@ class _Rank:
             for block in event.block_hashes:
                 if salt is not None:
                     self._salts[block] = salt
-                for child, waiting in self._waiting.pop(block, {}).items():
+                for child, child_event in self._waiting.pop(block, {}).items():
                     del self._parents[child]
                     if child not in self._published:
-                        due.append(waiting)
+                        due.append(child_event)
 
     def _leave(self, block: int, medium: str | None) -> None:
-        held = self._places.get(block)
-        if held is not None:
-            held.discard(medium)
-            if not held:
+        tiers = self._places.get(block)
+        if tiers is not None:
+            tiers.discard(medium)
+            if not tiers:
                 del self._places[block]
                 parent = self._parents.pop(block, None)
-                if parent is not None:  # the parent may never arrive
+                if parent is not None:  # stop waiting: the parent may never arrive
                     del self._waiting[parent][block]
                     if not self._waiting[parent]:
                         del self._waiting[parent]

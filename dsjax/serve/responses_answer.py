@@ -32,8 +32,8 @@ class OutputItems:
         self.items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
         self._call_index = -1
-        self._num_scored = 0
-        self._undecided: list[dict[str, Any]] = []  # log-probabilities
+        self._num_scored = 0  # tokens so far that have log-probabilities
+        self._undecided: list[dict[str, Any]] = []  # log-probabilities whose item is not known yet
 
     def push(self, delta: Mapping[str, Any], logprobs: Sequence[dict[str, Any]], reasoning_tokens: int) -> list[Event]:
         """Add a chat message's delta and return its events. reasoning_tokens: reasoning tokens of the message so far."""
@@ -41,7 +41,7 @@ class OutputItems:
         self._num_scored += len(logprobs)
         self._undecided += logprobs
         num_after_reasoning = max(0, self._num_scored - reasoning_tokens)
-        del self._undecided[: max(0, len(self._undecided) - num_after_reasoning)]
+        del self._undecided[: max(0, len(self._undecided) - num_after_reasoning)]  # drop those of reasoning
         if text := delta.get("reasoning_content"):
             events += self._add_text("reasoning", text, [])
         if text := delta.get("content"):
@@ -87,8 +87,8 @@ class OutputItems:
         if call["index"] != self._call_index:
             self._call_index = call["index"]
             events += self._close("completed")
-            head = {"type": "function_call", "call_id": call["id"], "name": function["name"], "arguments": ""}
-            events += self._begin(head)
+            item = {"type": "function_call", "call_id": call["id"], "name": function["name"], "arguments": ""}
+            events += self._begin(item)
         if text := function.get("arguments"):
             self._open["arguments"] += text
             events.append(self._item_event("response.function_call_arguments.delta", delta=text))
@@ -96,9 +96,9 @@ class OutputItems:
 
     def _begin(self, item: dict[str, Any]) -> list[Event]:
         self._open = {"id": f"{_PREFIX[item['type']]}_{new_id()}", "status": "in_progress", **item}
-        item_body = _copy(self._open) | ({} if item["type"] == "function_call" else {"content": []})
+        empty_item = _copy(self._open) | ({} if item["type"] == "function_call" else {"content": []})
         self.items.append(self._open)
-        return [{"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": item_body}]
+        return [{"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": empty_item}]
 
     def _close(self, status: str) -> list[Event]:
         if self._open is None:
@@ -110,9 +110,9 @@ class OutputItems:
             events = [self._item_event("response.function_call_arguments.done", **done)]
         else:
             part = item["content"][0]
-            more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+            logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
             events = [
-                self._part_event(f"response.{part['type']}.done", text=part["text"], **more),
+                self._part_event(f"response.{part['type']}.done", text=part["text"], **logprobs),
                 self._part_event("response.content_part.done", part=_copy(part)),
             ]
         self._open = None
@@ -194,7 +194,7 @@ class ResponsesAnswer(ConvertedAnswer):
     def _response(self, status: str, usage: Mapping[str, Any] | None) -> dict[str, Any]:
         body = self._body
         form = body.text.format if body.text and body.text.format else None
-        choice = body.tool_choice if isinstance(body.tool_choice, str | None) else body.tool_choice.model_dump()
+        tool_choice = body.tool_choice if isinstance(body.tool_choice, str | None) else body.tool_choice.model_dump()
         return {
             "id": self.id,
             "object": "response",
@@ -221,7 +221,7 @@ class ResponsesAnswer(ConvertedAnswer):
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
-            "tool_choice": choice or "auto",
+            "tool_choice": tool_choice or "auto",
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
