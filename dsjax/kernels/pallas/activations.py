@@ -1,4 +1,4 @@
-"""Quantisation of activations to FP8, 1 × 128, in one pass over memory (Pallas on Triton). ``sharding.fp8.quantise`` is the definition."""
+"""FP8 quantisation of activations with one scale per 1 × 128 block, in one pass (Pallas on Triton). Reference: ``sharding.fp8.quantise``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dsjax.kernels.pallas.order import KernelOrder
 from sharding import fp8
 
 ROWS = 16
-"""Rows per program, each with one block: 2,048 values in registers."""
+"""Rows of a program, which quantises one 128-value block of each row: 2,048 values in registers."""
 
 
 def quantise(x_TK: Float[Array, "T K"], *, powers: bool = False, interpret: bool = False) -> fp8.Quantised:
-    """Return rows as e4m3 values ``[T, K]`` and float32 scales ``[T, K / 128]``. Each value is read once and written once."""
+    """Return e4m3 values ``[T, K]`` and float32 scales ``[T, ceil(K / 128)]``. ``powers``: as in ``sharding.fp8.quantise``."""
     T, K = x_TK.shape
     blocks = fp8.num_scales(K)
     cost = KernelCost(0.0, T * (K * x_TK.dtype.itemsize + fp8.row_bytes(K)), hlo_dtype(x_TK.dtype))
@@ -48,7 +48,7 @@ def quantise(x_TK: Float[Array, "T K"], *, powers: bool = False, interpret: bool
 
 
 def quantised_tile(x: Float[Array, "R 128"], powers: bool) -> fp8.Quantised:
-    """Inside a kernel: return float32 rows of one block each as e4m3 values and one scale per row."""
+    """Quantise one block of each row, inside a kernel: return e4m3 values ``[R, 128]`` and float32 scales ``[R]``."""
     scale = fp8.scale_of(jnp.max(jnp.abs(x), axis=1), powers)
     values = jnp.clip(x / scale[:, None], -fp8.LARGEST, fp8.LARGEST).astype(fp8.E4M3)
     return fp8.Quantised(values, scale)

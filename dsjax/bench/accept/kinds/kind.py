@@ -1,4 +1,4 @@
-"""`Measurement`: base class of the measurements whose values criteria bound; and the kinds that send no requests.
+"""`Measurement`: base class of acceptance measurements, whose values the criteria bound; and the kinds that send no requests.
 
 These kinds read what the server reports about itself, and rows of a network benchmark (`dsjax bench network --json`).
 """
@@ -61,7 +61,7 @@ class Measurement:
         return 0.0
 
     def why_not(self, bed: TestBed) -> str | None:
-        """Return why it cannot run on this test bed, as far as known in advance; else None."""
+        """Return the reason if it is already known that the measurement cannot run on this test bed, else None."""
         return None
 
     def depends_on(self, bed: TestBed) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ class ServerMeasurement(Measurement):
         return tuple(map(str, self._values(bed).values()))
 
     async def measure(self, bed: TestBed) -> Measured:
-        """Read the facts."""
+        """Read what the server reports."""
         values = self._values(bed)
         measured = Measured()
         measured.enter({"max_model_len": values["max_model_len"]}, "/v1/models does not say max_model_len")
@@ -144,7 +144,7 @@ class LinkMeasurement(Measurement):
     bytes: int  # sent by a device
 
     def why_not(self, bed: TestBed) -> str | None:
-        """Return that `--network` is missing; None if it is given."""
+        """Return the reason if `--network` is missing, else None."""
         return None if bed.network else "--network is not given: the JSON of dsjax bench network on these hosts"
 
     def depends_on(self, bed: TestBed) -> tuple[str, ...]:
@@ -154,16 +154,16 @@ class LinkMeasurement(Measurement):
     async def measure(self, bed: TestBed) -> Measured:
         """Look up the row; if several groups match, the slowest counts."""
         row = self._row(bed.network)
-        ranks, hosts, sent, seconds = row["ranks"], row["hosts"], row["sent_bytes"], row["median_s"]
-        gbit = sent / seconds * 8 / 1e9
-        between_hosts_gbit = None
+        ranks, hosts, sent_bytes, seconds = row["ranks"], row["hosts"], row["sent_bytes"], row["median_s"]
+        gbit_per_s = sent_bytes / seconds * 8 / 1e9
+        aggregate_gbit_per_s = None
         if hosts > 1:
-            # A message and its reply alternate: one rank sends at a time.
+            # Each rank sends the same to every other rank. All ranks send at once; only a message and its reply alternate.
             senders = 1 if row["collective"] == SEND_RECEIVE else ranks
-            between_hosts_gbit = senders * gbit * (ranks - ranks / hosts) / (ranks - 1)
+            aggregate_gbit_per_s = senders * gbit_per_s * (ranks - ranks / hosts) / (ranks - 1)
         measured = Measured(samples=len(row.get("samples_s", ())))
-        measured.enter({"latency_us": seconds * 1e6, "gb_per_s": gbit / 8, "gbit_per_s": gbit})
-        measured.enter({"aggregate_gbit_per_s": between_hosts_gbit}, "the group is within one host")
+        measured.enter({"latency_us": seconds * 1e6, "gb_per_s": gbit_per_s / 8, "gbit_per_s": gbit_per_s})
+        measured.enter({"aggregate_gbit_per_s": aggregate_gbit_per_s}, "the group is within one host")
         measured.notes.append(
             f"{ranks} devices ({bed.network['device']['name']}) of {hosts} hosts, {bed.network['date']}."
         )
@@ -177,10 +177,10 @@ class LinkMeasurement(Measurement):
         ]
         if not rows:
             raise NotTestedError(f"--network has no {self.collective} over a group {self.group!r} {where}")
-        sized = [row for row in rows if 1 / _SAME_SIZE <= row["sent_bytes"] / self.bytes <= _SAME_SIZE]
-        if not sized:
+        same_size = [row for row in rows if 1 / _SAME_SIZE <= row["sent_bytes"] / self.bytes <= _SAME_SIZE]
+        if not same_size:
             sizes = ", ".join(f"{row['sent_bytes']:,}" for row in rows)
             raise NotTestedError(
                 f"--network has {self.collective} {where} of {sizes} bytes, and none of {self.bytes:,}"
             )
-        return max(sized, key=lambda row: row["median_s"])
+        return max(same_size, key=lambda row: row["median_s"])
