@@ -84,7 +84,7 @@ class Generations:
     Attributes:
         args: the current options except the mesh, which is ``spec``. number, facts: number and description of the current generation.
         wanted: the mesh requested last. The current mesh is smaller while processes are missing.
-        warm: whether the first generation was warmed up (`on_warmed_up`). If so, each one is, before requests continue.
+        warm: whether the first generation was warmed up (`on_warmed_up`). If so, later ones are warmed up before requests continue.
         ahead: compiles for possible next meshes; None if there is only one process.
     """
 
@@ -94,7 +94,7 @@ class Generations:
         self.args, self._group, self._config = args, group, loaded.config
         self._weights = loaded.facts.weights
         self._executor: Executor | None = loaded.executor
-        self._recording = False
+        self._recording = False  # whether steps were recorded when the last executor was released
         self.number, self.facts = 0, loaded.facts
         self.spec = self.wanted = MeshSpec.parse(args.mesh)
         self.warm, self.failure = False, None
@@ -105,9 +105,9 @@ class Generations:
         self.counts = ChangeCounts()
         self._held_weights = loaded.held
         self._wake: Callable[[], None] = lambda: None
-        self._is_reserved, self._lock = False, threading.Lock()
+        self._is_reserved, self._lock = False, threading.Lock()  # reserved from `begin_change` to `end_change`
         self._exhausted: set[MeshSpec] = set()  # meshes already logged as used up
-        self._has_changed = False
+        self._has_changed = False  # whether the group has changed since the last `poll_change`
         self._device_orders = DeviceOrders({device.id: device.process_index for device in jax.devices()})
         if group is not None:
             self._device_orders.choose(
@@ -139,10 +139,10 @@ class Generations:
         if self._group is None:
             return False
         try:
-            fitting = self._fit()  # also decides on requests to leave
-            return self._is_broken or bool(self._leavers) or fitting != self.spec
+            fitting_spec = self._fit()  # also decides on requests to leave
+            return self._is_broken or bool(self._leavers) or fitting_spec != self.spec
         except UserError:
-            return True
+            return True  # no mesh fits; `regroup` raises the error
 
     def poll_change(self) -> bool:
         """Return whether `needs_change` may have become true since the last call."""
@@ -178,7 +178,7 @@ class Generations:
             self._is_reserved, self.failure = True, None
 
     def begin_change(self, text: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> Wanted:
-        """Check a wanted change, see ``MeshChanger.begin_change``. None keeps that part.
+        """Check a requested change, see ``MeshChanger.begin_change``. text: the mesh. An argument that is None keeps the current value.
 
         Raises:
             ChangeUnderWayError: another change is in progress. UserError, MeshError: the mesh is not possible, or an expert process does
@@ -188,7 +188,7 @@ class Generations:
         try:
             if afd_address is not None or (expert_mesh is not None and self.args.afd_role == "attention"):
                 if text is None:
-                    return self._ask_experts(expert_mesh, afd_address)
+                    return self._check_experts(expert_mesh, afd_address)
                 raise UserError(
                     "found mesh and the experts' processes, one for each side; change one side and then the other"
                 )
@@ -197,7 +197,7 @@ class Generations:
             check_mesh(args, self._config, self._weights, wanted.spec, self._devices(), self._group is not None)
             executor = self._executor  # the engine's thread may replace it after a loss
             links = None if executor is None else executor.extension(ExpertLinks)
-            if links is not None:  # the current mesh is released before the new one connects to experts
+            if links is not None:  # check now: the current mesh is released before the new one connects
                 links.check()
             if wanted.spec.pp_size > 1:  # not all options support pipeline stages
                 replace(args, **changed_options(args, self._config, wanted.spec))
@@ -210,8 +210,8 @@ class Generations:
         """Let other changes begin, whether or not ``change_to`` was called."""
         self._is_reserved = False
 
-    def _ask_experts(self, expert_mesh: str | None, afd_address: str | None) -> Wanted:
-        """Check other expert processes. All must already answer, because steps wait while the engine connects."""
+    def _check_experts(self, expert_mesh: str | None, afd_address: str | None) -> Wanted:
+        """Check a change to other expert processes. All must already answer, because steps wait while the engine connects to them."""
         args = with_expert_processes(self.args, expert_mesh, afd_address)
         executor = self.executor
         if executor is None:
@@ -270,7 +270,7 @@ class Generations:
         return None
 
     def recover_from(self, error: Exception) -> MeshEpoch:
-        """Continue after a failed step. Raise its error if no process is lost and it did not come from a collective that worked before."""
+        """Build the next generation after a failed step. Raise its error unless a process was lost or a proven collective failed."""
         if self._is_reserved:  # a change was waiting for the steps in flight
             self.failure = UserError("a step failed before the mesh could be changed to it; ask again")
         # Whether this generation has completed a step together with other processes.
@@ -302,6 +302,7 @@ class Generations:
         return self._rebuild("return", "a process has come back")
 
     def _rebuild(self, cause: str, reason: str) -> MeshEpoch:
+        """Replace the executor; try again if more processes are lost meanwhile. cause: key of ``ChangeCounts.changes``. reason: for messages."""
         started_at = time.monotonic() if self.phase is None else self._phase_began  # includes the check of links
         self._phase_seconds, self.phase = {}, "releasing the old mesh"
         if self._executor is not None:  # None if the requested mesh failed and the previous one is built again
@@ -348,7 +349,7 @@ class Generations:
         return MeshEpoch(loaded.executor, config, self.spec != self.wanted)
 
     def _cut(self) -> None:
-        """Make pending collectives of the current mesh fail in this process. The others do the same when the next one is announced."""
+        """Make pending collectives of the current mesh fail in this process. The other processes do so when the next mesh is announced."""
         if self._group is not None:
             self._group.collectives.cut(self.number)
 
@@ -364,9 +365,9 @@ class Generations:
         processes = sorted({device.process_index for device in chosen})
         _log.info("Generation %d begins, with %s on processes %s: %s.", self.number, self.spec, processes, reason)
         broken_number = self.number - 1 if broken else None
-        excluded = self._group.links.left_out if self._group is not None else {}
+        left_out = self._group.links.left_out if self._group is not None else {}
         announcement = Announcement(
-            self.number, processes, order, options, str(self.wanted), reason, broken_number, left_out=dict(excluded)
+            self.number, processes, order, options, str(self.wanted), reason, broken_number, left_out=dict(left_out)
         )
         if self._group is not None:
             self._group.announce(announcement)
