@@ -1,9 +1,8 @@
 """Rotary position embedding, plain and YaRN (arXiv 2104.09864; 2309.00071 §3).
 
-`O` is the rotary width of a head. Frequencies are computed on the host from `RopeConfig`, in float32 and in
-transformers' order of operations: at position 4,096 one unit in the last place of a frequency already turns a pair by
-2e-4 radians, so computing them "better" would move logits away from the reference. YaRN's correction of the
-softmax scale is in `ModelConfig.softmax_scale`.
+`O` is the rotary width of a head. Frequencies are computed on the host from `RopeConfig`, in float32 and in transformers' order of
+operations. At position 4,096, an error of one unit in the last place of a frequency turns a pair by 2e-4 radians, so a more exact
+computation would move logits away from the reference. YaRN's correction of the softmax scale is in `ModelConfig.softmax_scale`.
 """
 
 import math
@@ -20,9 +19,8 @@ from dsjax.config import RopeConfig
 def inverse_frequencies(rope: RopeConfig, dim: int) -> Float[np.ndarray, "{dim//2}"]:
     """Return the radians per position of each rotated pair, float32: `theta^(-2i/dim)`, stretched by YaRN if set.
 
-    YaRN divides a frequency by `factor` (interpolation) where its wavelength is long against the original context,
-    keeps it (extrapolation) where it is short, and goes from one to the other on a linear ramp between the pairs that
-    turn `beta_fast` and `beta_slow` times in `original_max_position_embeddings` positions.
+    YaRN keeps a frequency (extrapolation) if its pair turns at least `beta_fast` times within `original_max_position_embeddings` positions,
+    divides it by `factor` (interpolation) if the pair turns at most `beta_slow` times, and blends both on a linear ramp in between.
     """
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     # Only the power is computed in float64 and rounded once: NumPy's float32 power is a unit off for some values.
@@ -31,14 +29,15 @@ def inverse_frequencies(rope: RopeConfig, dim: int) -> Float[np.ndarray, "{dim//
     if rope.type == "default":
         return plain
     stretched = np.float32(1) / (np.float32(rope.factor) * powers)
-    keep = np.float32(1) - _ramp(rope, dim)
-    return stretched * (np.float32(1) - keep) + plain * keep
+    plain_share = np.float32(1) - _ramp(rope, dim)
+    return stretched * (np.float32(1) - plain_share) + plain * plain_share
 
 
 def _ramp(rope: RopeConfig, dim: int) -> Float[np.ndarray, "{dim//2}"]:
-    """Return 0 for pairs that keep their frequency, 1 for fully stretched ones, linear in between."""
+    """Return each pair's share of the stretched frequency: 0 for fast pairs, 1 for slow ones, linear in the pair's index in between."""
 
     def pair_turning(turns: float) -> float:
+        """Return the fractional index of the pair that turns this many times within the original context."""
         context = rope.original_max_position_embeddings
         return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
@@ -61,9 +60,8 @@ class Rotation:
     it in the dtype of ``x``. ``x`` has the leading dimensions of ``positions``, then possibly a heads axis.
 
     ``rope.interleave`` says which elements of the *input* form a pair: (0, 1), (2, 3), … or (0, O/2), (1, O/2 + 1), …
-    The *output* has all first elements, then all second ones, in both cases: queries and keys are permuted alike, so
-    that scores are those of transformers' V3 class (which does the same) and of its V2 class (which leaves the pairs
-    in place).
+    The *output* has all first elements, then all second ones, in both cases. Queries and keys are permuted alike, so attention scores equal
+    those of transformers' V3 class, which permutes too, and of its V2 class, which does not.
     """
 
     cos: Float[Array, "*b pairs"]
@@ -77,7 +75,7 @@ class Rotation:
         return cls(jnp.cos(angles) * rope.cos_sin_scale, jnp.sin(angles) * rope.cos_sin_scale, rope.interleave)
 
     def __call__(self, x: Float[Array, "*batch O"]) -> Float[Array, "*batch O"]:
-        """Rotate each pair of ``x`` by the angle of its token; shape and dtype stay."""
+        """Rotate each pair of ``x`` by the angle of its token. The result has the shape and dtype of ``x``, and its pairs in output order."""
         heads = (1,) * (x.ndim - self.cos.ndim)
         shape = (*self.cos.shape[:-1], *heads, self.cos.shape[-1])
         cos, sin = self.cos.reshape(shape), self.sin.reshape(shape)
