@@ -75,7 +75,7 @@ class Rotation:
         return cls(jnp.cos(angles) * rope.cos_sin_scale, jnp.sin(angles) * rope.cos_sin_scale, rope.interleave)
 
     def __call__(self, x: Float[Array, "*batch O"]) -> Float[Array, "*batch O"]:
-        """Rotate each pair of ``x`` by the angle of its token. The result has the shape and dtype of ``x``, and its pairs in output order."""
+        """Rotate each pair of ``x`` by the angle of its token. Keep the shape and dtype; order the pairs as described above."""
         heads = (1,) * (x.ndim - self.cos.ndim)
         shape = (*self.cos.shape[:-1], *heads, self.cos.shape[-1])
         cos, sin = self.cos.reshape(shape), self.sin.reshape(shape)

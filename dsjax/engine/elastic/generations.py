@@ -270,7 +270,7 @@ class Generations:
         return None
 
     def recover_from(self, error: Exception) -> MeshEpoch:
-        """Build the next generation after a failed step. Raise the error unless a process is lost or a collective failed that had worked."""
+        """Build a new generation after a failed step. Raise its error unless a process is lost or a collective failed that had worked."""
         if self._is_reserved:  # a change was waiting for the steps in flight
             self.failure = UserError("a step failed before the mesh could be changed to it; ask again")
         # Whether this generation has completed a step together with other processes.
@@ -302,7 +302,7 @@ class Generations:
         return self._rebuild("return", "a process has come back")
 
     def _rebuild(self, cause: str, reason: str) -> MeshEpoch:
-        """Replace the executor; retry if more processes are lost meanwhile. cause: key of ``ChangeCounts.changes``. reason: for messages."""
+        """Replace the executor; retry if more processes are lost. cause: key of ``ChangeCounts.changes``. reason: for messages."""
         started_at = time.monotonic() if self.phase is None else self._phase_began  # includes the check of links
         self._phase_seconds, self.phase = {}, "releasing the old mesh"
         if self._executor is not None:  # None if the requested mesh failed and the previous one is built again

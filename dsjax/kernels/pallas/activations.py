@@ -1,4 +1,4 @@
-"""FP8 quantisation of activations with one scale per 1 × 128 block, in one pass (Pallas on Triton). Reference: ``sharding.fp8.quantise``."""
+"""FP8 quantisation of activations with one scale per 1 × 128 block, in one pass (Pallas Triton). Reference: ``sharding.fp8.quantise``."""
 
 from __future__ import annotations
 
