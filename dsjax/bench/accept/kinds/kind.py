@@ -158,7 +158,7 @@ class LinkMeasurement(Measurement):
         gbit_per_s = sent_bytes / seconds * 8 / 1e9
         aggregate_gbit_per_s = None
         if hosts > 1:
-            # Each rank sends the same to every other rank. All ranks send at once; only a message and its reply alternate.
+            # In a direct exchange, each rank sends equally to all others. A message and its reply alternate: one rank sends at a time.
             senders = 1 if row["collective"] == SEND_RECEIVE else ranks
             aggregate_gbit_per_s = senders * gbit_per_s * (ranks - ranks / hosts) / (ranks - 1)
         measured = Measured(samples=len(row.get("samples_s", ())))
