@@ -33,7 +33,7 @@ class ExpertRouter(nnx.Module):
         self.config = config
         E = config.n_routed_experts
         self.weight = declare.parameter((config.hidden_size, E), ("embed", "router_experts"))
-        self.scored = 2 if config.topk_method == "noaux_tc" else 1  # a group's score: the sum of this many of its best experts
+        self.scored = 2 if config.topk_method == "noaux_tc" else 1  # best experts whose scores sum to a group's score
         if config.topk_method == "noaux_tc":
             self.bias = declare.parameter((E,), ("router_experts",), init="zeros", dtype=jnp.dtype(jnp.float32))
 
