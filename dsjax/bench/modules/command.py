@@ -59,7 +59,7 @@ def _measure(model: ModelOptions, grid: ModuleGrid, run: RunOptions, spec: Any, 
     pending = list(one_rank_cases(setting, plan, grid.context_lengths) if plan else cases(setting, grid))
     if not pending:
         raise UserError(f"{model.model} has none of {', '.join(grid.modules)}; choose others with --only")
-    if not processes.leads:  # other processes only join in timing the dispatch
+    if not processes.leads:  # other processes only take part in the dispatch
         pending = [case for case in pending if case.shared]
     with_progress = track(Console(stderr=True), run.progress and processes.leads, "timing cases", pending)
     results = run_cases(setting, with_progress, ceilings, budget, run.row_limit, processes.agree)
