@@ -82,7 +82,7 @@ def load(
         ``{path: array}`` for every path of ``abstract_parameters`` in the checkpoint, or those of ``only``.
 
     Raises:
-        CheckpointError: lists all tensors that are missing, damaged or of a wrong shape or dtype (none was read), or all that are not finite.
+        CheckpointError: lists all tensors that are missing, damaged or of a wrong shape or dtype (none was read), or all non-finite ones.
         MeshError: the mesh does not divide a dimension.
     """
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)

@@ -26,7 +26,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 
 class DiskPages:
-    """The executor's access to the disk cache. Only the engine's thread calls the methods, which return at once unless documented otherwise.
+    """The executor's access to the disk cache. The engine's thread calls all methods, which return at once unless documented otherwise.
 
     One thread writes and deletes, in the order of the calls; `READERS` other threads read. `reports` names a finished read by its rank and
     number, and a finished write by its number, also after failures; the log has the first failure of each kind.

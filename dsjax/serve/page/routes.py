@@ -36,7 +36,7 @@ def create_page_routes(app: FastAPI) -> None:
     for path, (name, content_type) in _FILES.items():
         content = (importlib.resources.files(__package__) / name).read_bytes()
         app.add_api_route(path, _serve_file(content, content_type), methods=["GET", "HEAD"], include_in_schema=False)
-    render_docs = functools.cache(lambda: render_reference(app.openapi()).encode())  # at the first request: all routes exist
+    render_docs = functools.cache(lambda: render_reference(app.openapi()).encode())  # on first use, with all routes
 
     async def docs() -> Response:
         return Response(render_docs(), headers={"Content-Type": "text/html; charset=utf-8", **_HEADERS})
