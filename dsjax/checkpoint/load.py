@@ -63,16 +63,16 @@ def load(
         checkpoint: an opened checkpoint, or its directory.
         mesh, rules: where each parameter goes. Each host reads every distinct shard of its devices once.
         weights: format of the matrices: ``bf16``, ``f32``, ``mixed`` (routed experts in bf16, all else in float32), or ``fp8``
-            (with their block scales; a checkpoint that is not FP8 is quantised). In the other formats an FP8 checkpoint
-            is dequantised exactly, ``float32(fp8) × scale``, then rounded to the dtype. ``auto`` is ``f32`` for a float32
-            checkpoint, else ``bf16``.
+            (with block scales; a checkpoint that is not FP8 is quantised). For the first three, an FP8 checkpoint is dequantised
+            exactly, ``float32(fp8) × scale``, then rounded to the dtype. ``auto`` is ``f32`` for a float32 checkpoint, else
+            ``bf16``.
         placement: the logical expert of each physical slot, for all layers or layer by layer; default: one copy of each, in order.
             If it has one logical expert more than the model's routed ones, the shared expert occupies slots and has no
             parameters of its own.
         mtp: whether to load the MTP modules, if the configuration has any.
         only: paths of the parameters to load; default: all.
-        window: the part of each parameter to load, for a process with some layers or experts only; ``config`` and ``placement``
-            describe the whole model. ``held`` must then be empty.
+        window: the layers or experts of each parameter to load, for a process that has only a part of the model; ``config`` and
+            ``placement`` describe the whole model. ``held`` must then be empty.
         progress: whether to draw a progress bar on standard error.
         held: parameters of another mesh on this process's devices, which are not read again. If it was not empty, it also
             holds the new parameters afterwards. Its ``counts`` say how much was read.
@@ -82,7 +82,7 @@ def load(
         ``{path: array}`` for every path of ``abstract_parameters`` in the checkpoint, or those of ``only``.
 
     Raises:
-        CheckpointError: lists all missing, misshapen, wrong-dtype and damaged tensors (nothing was read), or all with non-finite values.
+        CheckpointError: lists all tensors that are missing, damaged or of a wrong shape or dtype (none was read), or all non-finite ones.
         MeshError: the mesh does not divide a dimension.
     """
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
@@ -104,8 +104,8 @@ def load(
         unreadable=checkpoint.unreadable,
     )
     wanted = {path: info for path, info in names.parameters.items() if only is None or path in only}
-    own = window.of(wanted)
-    total = local_bytes(own, mesh, rules)
+    local = window.of(wanted)
+    total = local_bytes(local, mesh, rules)
     executor = ThreadPoolExecutor(min(most_threads(), _MAX_THREADS), thread_name_prefix="checkpoint")
     try:
         assembler = Assembler(names, checkpoint.tensors, executor)
@@ -117,19 +117,19 @@ def load(
         if held is not None:
             _identify(held, f"{fingerprint(checkpoint.directory)} {names.dtypes}")
         started = time.monotonic()
-        known = held is not None and not held.is_empty
+        reuses_held = held is not None and not held.is_empty
         with report_bytes("Loading weights", total, progress) as show:
 
-            def advance(nbytes: int) -> None:
+            def advance(nbytes: int) -> None:  # called after each layer of a parameter
                 check()
                 show(nbytes)
 
-            if known:
-                placed = place_held(own, mesh, rules, names, held, fill, advance)
+            if reuses_held:
+                placed = place_held(local, mesh, rules, names, held, fill, advance)
             else:
-                placed = place(own, mesh, rules, fill, advance)
+                placed = place(local, mesh, rules, fill, advance)
         if held is not None:
-            held.counts.read += 0 if known else total
+            held.counts.read += 0 if reuses_held else total  # `place_held` counts what it reads
             held.counts.file += assembler.bytes_read
         _log.info(
             "Read %s of the checkpoint's %s bytes in %.1f s, for %d devices; the process took %s bytes at most.",
@@ -143,7 +143,7 @@ def load(
             raise CheckpointError(
                 checkpoint.directory, assembler.problems, "The values are damaged; get the files again."
             )
-        if jax.process_index() == 0 and only is None and not known:
+        if jax.process_index() == 0 and only is None and not reuses_held:  # one process warns
             check_copies(checkpoint.directory, names, checkpoint.tensors)
             checkpoint.release()
     finally:
@@ -153,7 +153,7 @@ def load(
 
 
 def _identify(held: HeldWeights, identity: str) -> None:
-    """Discard held weights from another checkpoint or in another format."""
+    """Record the checkpoint and format of the held weights, and discard weights of others."""
     if held.identity != identity:
         held.clear()
     held.identity = identity
@@ -211,13 +211,13 @@ def from_hf_tensors(
     return filled
 
 
-def _kept_packed(config: ModelConfig, params: Mapping[str, np.ndarray | jax.Array]) -> Weights | None:
+def _packed_format_of(config: ModelConfig, params: Mapping[str, np.ndarray | jax.Array]) -> Weights | None:
     """Return the packed weight format that matches the parameters' names, shapes and item sizes; None if none does."""
     mtp = any(path.startswith("mtp.") for path in params)
-    forms = {path: (tuple(value.shape), value.dtype.itemsize) for path, value in params.items()}
+    shapes = {path: (tuple(value.shape), value.dtype.itemsize) for path, value in params.items()}
     for weights in PACKED:
         infos = TensorNames(config, abstract_parameters(config, weights=weights, platform="any", mtp=mtp)).parameters
-        if {path: (info.shape, info.dtype.itemsize) for path, info in infos.items()} == forms:
+        if {path: (info.shape, info.dtype.itemsize) for path, info in infos.items()} == shapes:
             return weights
     return None
 
@@ -231,19 +231,19 @@ def to_hf_tensors(config: ModelConfig, params: Mapping[str, np.ndarray | jax.Arr
     Raises:
         CheckpointError: missing or unexpected parameters, or a wrong shape.
     """
-    kept: Weights = "fp8" if any(value.dtype.itemsize == 1 for value in params.values()) else "bf16"
+    inferred: Weights = "fp8" if any(value.dtype.itemsize == 1 for value in params.values()) else "bf16"
     if any(path.endswith(".experts.down.weight") and value.dtype == np.uint8 for path, value in params.items()):
-        kept = _kept_packed(config, params) or kept
+        inferred = _packed_format_of(config, params) or inferred
     if params and all(value.dtype == np.float32 for value in params.values()):
-        kept = "f32"
+        inferred = "f32"
     mtp = any(path.startswith("mtp.") for path in params)
-    names, of_gpus = (
-        TensorNames(config, abstract_parameters(config, weights=kept, platform=platform, mtp=mtp))
+    names, gpu_names = (  # FP8 matrices are stored in another order on GPUs
+        TensorNames(config, abstract_parameters(config, weights=inferred, platform=platform, mtp=mtp))
         for platform in ("any", "gpu")
     )
     shapes = {path: tuple(value.shape) for path, value in params.items()}
-    if shapes == {path: info.shape for path, info in of_gpus.parameters.items()}:
-        names = of_gpus
+    if shapes == {path: info.shape for path, info in gpu_names.parameters.items()}:
+        names = gpu_names
     problems = [f"{path}: missing" for path in names.parameters if path not in params]
     problems += [f"{path}: not a parameter of this configuration" for path in params if path not in names.parameters]
     for path, info in names.parameters.items():

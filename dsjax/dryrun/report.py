@@ -22,11 +22,11 @@ class ProgramReport:
 
     collectives: tuple[ProgramCollective, ...]
     costs: ProgramCosts
-    expert_flops: float  # FLOPs that the routed experts need under even routing, by arithmetic
-    timeline: Timeline | None  # the simulated schedule; None if not requested
+    expert_flops: float  # FLOPs that the routed experts need under even routing, from their shapes
+    timeline: Timeline | None  # simulated schedule; None if not requested
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return `collectives`, `costs` and `timeline`, as plain data."""
         return {
             "collectives": [_collective(collective) for collective in self.collectives],
             "costs": {**dataclasses.asdict(self.costs), "expert_flops": self.expert_flops},
@@ -35,7 +35,7 @@ class ProgramReport:
 
 
 def memory_json(memory: DeviceMemory | SideMemory, hardware: Hardware | None) -> dict[str, Any]:
-    """Return the bytes of a device by kind, with ``weights_total``, ``total``, and ``memory``: what the device has."""
+    """Return the bytes of a device by kind, and `weights_total`, `total` and `memory`: the device's memory, None without hardware."""
     sums = {"weights_total": memory.weight_bytes, "total": memory.total}
     return {**vars(memory), **sums, "memory": hardware.memory_bytes if hardware else None}
 
@@ -46,23 +46,23 @@ class DryRunReport(ProgramReport):
 
     request: dict[str, Any]  # the compiled options, with defaults filled in
     hardware: Hardware | None  # None for the CPU target
-    parameters: dict[str, int]
+    parameters: dict[str, int]  # component → number
     memory: DeviceMemory
     cache_tokens: int  # usable slots of a DP rank's cache
     drafts: ProgramReport | None  # the program of the MTP module's passes after the step; None without drafting
-    rebalance: ExpertMoves | None  # cost of moving experts; None if experts do not move
-    orders: OrderReport | None  # sums whose order matters; None if not requested
+    rebalance: ExpertMoves | None  # cost of rebalancing experts; None if experts do not move
+    orders: OrderReport | None  # reductions whose order of additions matters; None if not requested
     fit: Fit | None  # the largest batch, context and cache that fit; None if not searched
     assumptions: dict[str, str]  # about loops of unknown trip count
     notes: tuple[str, ...]  # which figures not to trust, and why
-    seconds: dict[str, float]
+    seconds: dict[str, float]  # of `lower`, `compile` and `read`
     compiled: CompiledStep = dataclasses.field(repr=False)  # the compiled programs
 
     def to_json(self) -> dict[str, Any]:
         """Fields of `dsjax dryrun --json`. Bytes and operations are per device, in one run of the step.
 
         The resolved options come first: `groups` has `rows`, `chunk` and `mla` of each row group; `batch`, `chunk` and `mla` repeat the
-        first group's; `halves` is whether two-batch overlap is used; `dispatch` is the resolved `auto` (`local`: one device holds all
+        first group's; `halves` is whether two-batch overlap is used; `dispatch` is what `auto` resolved to (`local`: one device holds all
         experts); `kernels` maps operation to implementation. Then:
 
         - `parameters`: component → number of parameters, and `total`
@@ -116,12 +116,12 @@ def _collective(collective: ProgramCollective) -> dict[str, Any]:
         "ranks": collective.ranks,
         "dtype": collective.operand[0].dtype if collective.operand else None,
         "operand_bytes": collective.operand_bytes,
-        "bytes_inside": collective.bytes_inside,
-        "bytes_between": collective.bytes_between,
+        "bytes_inside": collective.bytes_inside,  # sent within the host, per run
+        "bytes_between": collective.bytes_between,  # sent to other hosts, per run
         "times": collective.times,
         "data_dependent": collective.data_dependent,
         "asynchronous": collective.asynchronous,
-        "beside": list(collective.beside),
+        "beside": list(collective.beside),  # operations scheduled between its start and its done
         "name": collective.name,
         "op_name": collective.op_name,
     }

@@ -36,7 +36,7 @@ REASONING_PARSER = "deepseek_r1"
 COMPONENT, PREFILL, ENDPOINT = "backend", "prefill", "generate"
 """Default component names of workers and of prefill workers, and default endpoint name; `--endpoint` overrides them."""
 DEADLINE, DRAIN = "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", "DYN_PREFILL_DRAIN_TIMEOUT_S"
-"""Dynamo's variables: seconds until it ends a process that shuts down, and seconds that a prefill worker's pages wait to be fetched."""
+"""Dynamo's variables: seconds until it ends a process that shuts down, and seconds that a prefill worker keeps unfetched pages."""
 CLEANUP_SECONDS = 20
 """Time for the engine's shutdown after its last request; a group's other processes have 10 s to follow."""
 
@@ -71,7 +71,7 @@ class Prepared(NamedTuple):
 
 
 def make_app(then: Callable[[Prepared], None]) -> typer.Typer:
-    """Return the command. It calls `then` with the parsed options, unless this process follows the leader of a group."""
+    """Return the command. It calls `then` with the parsed options, or runs to the end itself in a group's process other than the leader."""
     app = typer.Typer(
         **PLAIN
         | {"context_settings": PLAIN["context_settings"] | {"ignore_unknown_options": True, "allow_extra_args": True}}
@@ -135,7 +135,7 @@ def parse(argv: list[str] | None) -> Prepared:
 
 
 def allow_shutdown(variables: MutableMapping[str, str], shutdown_timeout: float) -> None:
-    """Make Dynamo wait as long for a worker's shutdown as `--shutdown-timeout` requires; by default it ends the process after 30 s.
+    """Set Dynamo's variables so that it waits for a worker's shutdown as long as `--shutdown-timeout` needs; by default it waits 30 s.
 
     Raises:
         UserError: the variables allow less time, or the timeout is not finite.
@@ -208,7 +208,7 @@ def _prepare(
     step_timeout: float,
     bootstrap: bool,
 ) -> Prepared:
-    """Prepare the worker. Resolve the model first, so that a wrong model fails at once."""
+    """Resolve the model first, so that a wrong model fails at once; then make the worker's options and configuration."""
     from dynamo.common.backend import WorkerConfig
     from dynamo.common.constants import DisaggregationMode
 
@@ -223,7 +223,7 @@ def _prepare(
             raise UserError(f"{flag} is for dsjax serve; Dynamo's frontend has the tokenizer, and writes the prompts")
     directory = resolve(args.model, revision=args.revision)
     choose_parsers(runtime, Tokenizer.from_directory(directory))
-    # Frontends read the tokenizer and the template from the same path, or from the hub if the model came from there.
+    # Frontends load tokenizer and chat template themselves: by the hub's name, or from this directory if the name does not lead to it.
     is_local = (
         args.model in bundled_models() or Path(os.path.expanduser(args.model)).is_dir() or args.revision is not None
     )
@@ -241,9 +241,9 @@ def choose_parsers(runtime: Any, tokenizer: "Tokenizer") -> None:
     from dsjax.serve.message_parser import ReasoningParser
     from dsjax.serve.tool_formats import choose_tool_format
 
-    tools = choose_tool_format("auto", tokenizer)
-    if runtime.dyn_tool_call_parser is None and tools is not None:
-        runtime.dyn_tool_call_parser = TOOL_CALL_PARSERS[tools.name]
+    tool_format = choose_tool_format("auto", tokenizer)
+    if runtime.dyn_tool_call_parser is None and tool_format is not None:
+        runtime.dyn_tool_call_parser = TOOL_CALL_PARSERS[tool_format.name]
     if runtime.dyn_reasoning_parser is None and ReasoningParser.choose("auto", tokenizer) is not None:
         runtime.dyn_reasoning_parser = REASONING_PARSER
 
@@ -251,7 +251,7 @@ def choose_parsers(runtime: Any, tokenizer: "Tokenizer") -> None:
 def _follow(args: EngineArgs, group: "HostOptions", http: ServeOptions, allow_unauthenticated: bool) -> None:
     """Run a process of a group other than its leader; it receives no requests.
 
-    Listen at Dynamo's system port for probes; if the port is not set, there are no probes, and the process listens on loopback.
+    It answers probes at Dynamo's system port. If that is not set, there are no probes, and the process listens on loopback.
 
     Raises:
         UserError: the system port is open to other machines, and `/metrics` has no key.

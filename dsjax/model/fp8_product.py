@@ -1,8 +1,8 @@
-"""Products in FP8: activations quantised 1 × 128 times weights quantised 128 × 128, the definition of ``--activation-scheme dynamic``.
+"""FP8 matrix products, as ``--activation-scheme dynamic`` defines them: activations in blocks of 1 × 128, weights of 128 × 128.
 
-DeepSeek-V3 technical report, section 3.3: operands in e4m3, one scale per 128 values of a row and per 128 × 128 weights, and sums
-promoted to float32 after each 128 of the depth (``act_quant`` and ``fp8_gemm`` of its published inference code). Every e4m3 number and
-every product of two fits float32, so devices without FP8 compute the same by widening: only the order of 128 additions differs.
+As in DeepSeek-V3's technical report, section 3.3 (``act_quant`` and ``fp8_gemm`` of its inference code): e4m3 operands, and a float32 sum
+over the blocks of the contraction axis. float32 holds each e4m3 value and each product of two exactly. Devices without FP8 therefore
+cast the operands and get the same result, up to the order of the 128 additions within a block.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from sharding import fp8
 class ActivationScheme:
     """How activations are quantised before products with FP8 weights (``quantization_config.activation_scheme``)."""
 
-    # scales are computed from the values at run time. False: activations are not quantised, and weights are widened
+    # True: activations are quantised, with scales from their values at run time. False: they are not, and weights are dequantised
     dynamic: bool = False
     powers: bool = False  # scales are powers of two (``scale_fmt`` "ue8m0")
-    # format of the rows of routed experts if it is not FP8, one of ``dsjax.config.weights.ROW_FORMATS``
+    # format of the routed experts' activations if it is not FP8, one of ``dsjax.config.weights.ROW_FORMATS``
     experts: str | None = None
 
     def __str__(self) -> str:
@@ -37,36 +37,36 @@ class ActivationScheme:
         return fp8.quantise(x, powers=self.powers)
 
 
-WIDEN = ActivationScheme()
+WIDEN = ActivationScheme()  # activations are not quantised
 
 
 def block_product(
     x: fp8.Quantised, weight: Float[Array, "K *m"], scale: Float[Array, "S *mb"], operands: jnp.dtype
 ) -> Float[Array, "*n *m"]:
-    """``Σ_b (values[b] · weight[b]) × scales[b] × scale[b]`` over blocks b of 128 of the depth, summed in float32.
+    """Return ``Σ_b (values[b] @ weight[b]) × scales[b] × scale[b]`` in float32, over the ``S = ⌈K / 128⌉`` blocks b of axis K.
 
-    x: values ``[*n, K]`` and scales ``[*n, S]``. weight: e4m3, ``[K, N]`` or ``[K, 2, F]``; scale: the same with K, and N or F, divided by
-    128, rounded up. operands: dtype to which e4m3 is widened, exactly, for XLA's product: bfloat16 or float32.
+    x: values ``[*n, K]``, scales ``[*n, S]``. weight: e4m3, ``[K, N]`` or ``[K, 2, F]``, with the scale ``[S, ⌈N / 128⌉]`` or
+    ``[S, 2, ⌈F / 128⌉]``. operands: dtype to which e4m3 values are cast, exactly, for the matrix product: bfloat16 or float32.
     """
-    columns = expand_blocks(scale, scale.ndim - 1, weight.shape[-1])
-    blocks, short = columns.shape[0], -weight.shape[0] % fp8.BLOCK if columns.shape[0] > 1 else 0
-    leading = x.values.shape[:-1]
-    values = jnp.pad(x.values, [(0, 0)] * len(leading) + [(0, short)]).reshape(*leading, blocks, -1)
-    weight = jnp.pad(weight, [(0, short)] + [(0, 0)] * (weight.ndim - 1)).reshape(blocks, -1, *weight.shape[1:])
+    column_scales = expand_blocks(scale, scale.ndim - 1, weight.shape[-1])
+    num_blocks, padding = column_scales.shape[0], -weight.shape[0] % fp8.BLOCK if column_scales.shape[0] > 1 else 0
+    batch_shape = x.values.shape[:-1]
+    values = jnp.pad(x.values, [(0, 0)] * len(batch_shape) + [(0, padding)]).reshape(*batch_shape, num_blocks, -1)
+    weight = jnp.pad(weight, [(0, padding)] + [(0, 0)] * (weight.ndim - 1)).reshape(num_blocks, -1, *weight.shape[1:])
     scale_index = (..., *[None] * (weight.ndim - 2))
 
-    def deeper(total, block):
-        values, scales, weight, columns = block
+    def deeper(total, block):  # the scan's body: adds one block's product
+        values, scales, weight, column_scales = block
         product = jnp.tensordot(
             values.astype(operands), weight.astype(operands), axes=1, preferred_element_type=jnp.float32
         )
-        return total + product * scales[scale_index] * columns, None
+        return total + product * scales[scale_index] * column_scales, None
 
-    over = jnp.moveaxis(values, -2, 0), jnp.moveaxis(x.scales, -1, 0), weight, columns
-    nothing = jnp.zeros((*leading, *weight.shape[2:]), jnp.float32)
-    if blocks == 1:
-        return deeper(nothing, jax.tree.map(lambda array: array[0], over))[0]
-    return lax.scan(deeper, nothing, over)[0]
+    xs = jnp.moveaxis(values, -2, 0), jnp.moveaxis(x.scales, -1, 0), weight, column_scales
+    zeros = jnp.zeros((*batch_shape, *weight.shape[2:]), jnp.float32)
+    if num_blocks == 1:
+        return deeper(zeros, jax.tree.map(lambda array: array[0], xs))[0]
+    return lax.scan(deeper, zeros, xs)[0]
 
 
 def swiglu(

@@ -33,12 +33,12 @@ class ExpertRouter(nnx.Module):
         self.config = config
         E = config.n_routed_experts
         self.weight = declare.parameter((config.hidden_size, E), ("embed", "router_experts"))
-        self.scored = 2 if config.topk_method == "noaux_tc" else 1  # best experts of a group, whose sum is its score
+        self.scored = 2 if config.topk_method == "noaux_tc" else 1  # best experts whose scores sum to a group's score
         if config.topk_method == "noaux_tc":
             self.bias = declare.parameter((E,), ("router_experts",), init="zeros", dtype=jnp.dtype(jnp.float32))
 
     def __call__(self, x: Float[Array, "*b D"], tokens: Int[Array, "*b"], multiply: Multiply = multiply) -> Routing:
-        """Route each token, in float32 whatever the dtype of ``x``. tokens: their ids."""
+        """Route each token, in float32 whatever the dtype of ``x``. tokens: their ids. multiply: computes ``product`` of this router."""
         with jax.named_scope("router"):
             return self.choose(multiply(self, x.astype(jnp.float32)), tokens)
 
@@ -63,20 +63,20 @@ class ExpertRouter(nnx.Module):
             return jax.nn.sigmoid(logits)
         if self.config.scoring_func == "sqrtsoftplus":
             return jnp.sqrt(jax.nn.softplus(logits))
-        powers = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
-        return powers / add_by_halves(powers)[..., None]
+        exponentials = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+        return exponentials / add_by_halves(exponentials)[..., None]
 
     def _mask_groups(self, choice: Float[Array, "*b E"]) -> Float[Array, "*b E"]:
-        """Mask experts outside the best groups with −inf: with a negative bias, every score of a chosen group may be below 0."""
+        """Set experts outside the best groups to −inf, not 0: with a negative bias, all scores of a chosen group may be below 0."""
         grouped = rearrange(choice, "... (g e) -> ... g e", g=self.config.n_group)
-        # A sum of at most two terms has one order. Reading the terms one by one would make XLA sort instead of using top-k.
-        best = jax.lax.top_k(grouped, self.scored)[0]
-        chosen = jax.lax.top_k(jnp.sum(best, axis=-1), self.config.topk_group)[1]
-        keep = jnp.any(chosen[..., None] == jnp.arange(self.config.n_group), axis=-2)
+        # Two terms have only one order. Slicing them, as ``add_in_order`` does, would make XLA sort instead of using top-k.
+        best_scores = jax.lax.top_k(grouped, self.scored)[0]
+        chosen_groups = jax.lax.top_k(jnp.sum(best_scores, axis=-1), self.config.topk_group)[1]
+        keep = jnp.any(chosen_groups[..., None] == jnp.arange(self.config.n_group), axis=-2)
         return rearrange(jnp.where(keep[..., None], grouped, -jnp.inf), "... g e -> ... (g e)")
 
     def product(self, x: Float[Array, "*b D"]) -> Float[Array, "*b E"]:
-        """Return each token's logits of all experts, as ``Matrix.product`` does for a matrix."""
+        """Return each token's logits of all experts: this router's ``Matrix.product``, which ``multiply`` calls."""
         weight = value_of(self.weight).astype(jnp.float32)
         return jnp.einsum("...d,de->...e", x, weight, precision=jax.lax.Precision.HIGHEST)
 
@@ -86,9 +86,9 @@ class HashRouter(ExpertRouter):
 
     def __init__(self, declare: Declaration, config: ModelConfig):
         super().__init__(declare, config)
-        del self.bias
-        chosen = (config.vocab_size, config.num_experts_per_tok)
-        self.experts_of_token = declare.parameter(chosen, (None, None), init="zeros", dtype=jnp.dtype(jnp.int32))
+        del self.bias  # the choice is not biased
+        table_shape = (config.vocab_size, config.num_experts_per_tok)
+        self.experts_of_token = declare.parameter(table_shape, (None, None), init="zeros", dtype=jnp.dtype(jnp.int32))
 
     def choose(self, logits: Float[Array, "*b E"], tokens: Int[Array, "*b"]) -> Routing:
         """Look up each token's experts in the table."""

@@ -1,4 +1,4 @@
-"""`Instance`: one instance of a layout, with its memory and the seconds of its steps."""
+"""`Instance`: a layout on a cluster with a workload, with its memory and the seconds of its steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PricedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Instance:
-    """A layout on a cluster with a workload. steps: prices of layouts with the same unit, `steps["shared"]` of all on the cluster."""
+    """A layout on a cluster with a workload. steps: cache of prices for layouts with the same unit; `steps["shared"]`: for all layouts."""
 
     config: ModelConfig
     cluster: Cluster
@@ -51,22 +51,22 @@ class Instance:
     steps: dict = field(default_factory=dict, compare=False, repr=False)
 
     def on(self, cluster: Cluster, shared: dict, concurrency: float | None = None) -> Instance:
-        """Return the layout on a cluster without its prices. Only values read from operator tables are kept.
+        """Return this instance on a cluster without cached prices, which another draw changes. Values from operator tables are kept.
 
-        shared: prices of all instances on that cluster. concurrency: requests in flight instead of the workload's.
+        shared: cache for all instances on that cluster in that draw. concurrency: requests in flight instead of the workload's.
         """
         work = self.workload
         if concurrency is not None:
             work = dataclasses.replace(work, concurrency=concurrency, rate=None)
         key = tables_of(self.options.operators)
-        priced = self.steps.get("shared", {}).get(key)
-        if priced is not None and cluster.hardware is self.cluster.hardware:
-            shared.setdefault(key, priced)
+        table_values = self.steps.get("shared", {}).get(key)
+        if table_values is not None and cluster.hardware is self.cluster.hardware:
+            shared.setdefault(key, table_values)
         key = ("steps", self.layout.unit, self.layout.mesh.pp_size)
         steps = shared.setdefault(key, {"shared": shared}) if concurrency is None else {}
-        if cluster is self.cluster and "decode curve" in self.steps:
+        if cluster is self.cluster and "decode curve" in self.steps:  # see `decode_curve`
             most = float(max(self.max_batch, 1))
-            with drawing(Draw()):  # otherwise a step that is not priced yet would use the assumptions of this draw
+            with drawing(Draw()):  # the middle values: the step may not be priced yet
                 steps.setdefault("usual curve", (self.steps["decode curve"], most, self.decode_step(most)))
         return dataclasses.replace(self, cluster=cluster, workload=work, steps=steps)
 
@@ -75,7 +75,7 @@ class Instance:
         return batch * self.layout.mesh.pp_size
 
     def kept(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the value of `make`, which is computed once for all layouts with the same unit."""
+        """Return the value of `make`, computed once for all layouts with the same unit."""
         if key not in self.steps:
             self.steps[key] = make()
         return self.steps[key]
@@ -86,14 +86,14 @@ class Instance:
         device = self.cluster.hardware.visible_bytes
         options = self.options
         launch = planned_launch(options, device, self.layout, math.ceil(self.workload.held))
-        aside = set_aside(self.config, self.layout, options.precision, launch)
+        aside = set_aside(self.config, self.layout, options.precision, launch)  # all but weights and cache
         about = (aside, options.drafts > 0, self.dry_runs, self.places_by_load)
         return memory(self.config, self.layout, options.precision, device, *about)
 
     @cached_property
     def cache_tokens(self) -> Figure:
         """Tokens of a DP rank's KV cache, with an interval."""
-        [tokens] = spread(lambda: [self.on(self.cluster, {}).memory.cache_tokens])
+        [tokens] = spread(lambda: [self.on(self.cluster, {}).memory.cache_tokens])  # `on` drops `memory`
         low = max(0.0, tokens.low) if tokens > 0 else tokens.low
         return Figure(tokens, low, tokens.high, tokens.kinds, unit="tokens")
 
@@ -102,18 +102,18 @@ class Instance:
         """Whether experts are rebalanced by load while serving. dsjax does not rebalance if pipeline stages span several processes."""
         layout = self.layout
         engine = self.options.engine
-        apart = layout.mesh.pp_size > 1 and layout.devices > self.cluster.devices_per_host and engine.name == "dsjax"
-        return engine.balances and not apart and layout.redundant > 0 and layout.expert_mesh.ep_size > 1
+        spanning = layout.mesh.pp_size > 1 and layout.devices > self.cluster.devices_per_host and engine.name == "dsjax"
+        return engine.balances and not spanning and layout.redundant > 0 and layout.expert_mesh.ep_size > 1
 
     @cached_property
     def dry_runs(self) -> tuple[DryRun, ...]:
-        """The dry runs of this layout."""
+        """The dry runs of this layout's unit that the plan can use."""
         options = self.options
         if self.layout.experts or self.layout.mesh.pp_size > 1:
             return ()
-        # Copies of the experts do not communicate, so that all of them run the same program.
-        mine = (run for run in options.compiled if refusal(run, self) is None)
-        return tuple(run for run in mine if run.layout(self.config) == self.layout.unit)
+        # Copies of the experts do not communicate, so all of them run the unit's program.
+        usable = (run for run in options.compiled if refusal(run, self) is None)
+        return tuple(run for run in usable if run.layout(self.config) == self.layout.unit)
 
     @cached_property
     def replicas(self) -> int:
@@ -126,7 +126,7 @@ class Instance:
         return self.memory.max_batch(self.workload.held)
 
     def rows(self, batch: float) -> float:
-        """Requests of the fullest DP rank, which all others wait for. The batch of a single rank may be a mean."""
+        """Requests of the fullest DP rank, which all ranks wait for: the mean `batch`, rounded up. A single rank has the mean."""
         return max(1.0, batch) if self.layout.mesh.dp_size == 1 else float(math.ceil(batch - 1e-9))
 
     def batches(self) -> list[int]:
@@ -136,33 +136,33 @@ class Instance:
 
     @cached_in("steps")
     def step_models(self) -> list[StepModel]:
-        """The step with and without two-batch overlap, as the options allow."""
+        """Cost models to choose the fastest from: with and without two-batch overlap, or with each number of micro-batches (AFD)."""
         options = self.options
         engine = options.engine
         is_dsjax = engine.name == "dsjax"
-        about = (self.config, self.cluster, self.layout.unit)
-        alike = {"shared": self.steps.setdefault("shared", {}), "balancing": self.places_by_load}
+        args = (self.config, self.cluster, self.layout.unit)
+        kwargs = {"shared": self.steps.setdefault("shared", {}), "balancing": self.places_by_load}
         if self.layout.experts:
             return [
-                ApartStep(*about, options, overlap=n > 1, micro_batches=n, **alike) for n in (1, options.afd_stages)
+                ApartStep(*args, options, overlap=n > 1, micro_batches=n, **kwargs) for n in (1, options.afd_stages)
             ]
         choices = {"auto": (False, True), "on": (True,), "off": (False,)}[options.overlap]
-        if is_dsjax:  # with --enable-dbo only; thresholds then choose the faster one
+        if is_dsjax:  # only with `--enable-dbo`; its thresholds then choose the faster one
             choices = (False, True) if options.overlap == "on" else (False,)
         if self.layout.mesh.ep_size == 1 or not engine.overlaps:
             choices = (False,)
         make = MeasuredStep if options.measured else StepModel
-        return [make(*about, options, overlap=halves, **alike) for halves in choices]
+        return [make(*args, options, overlap=overlap, **kwargs) for overlap in choices]
 
     def _priced(self, key: tuple, parts_of: Callable[[StepModel], dict], tokens: float, decode: bool) -> PricedStep:
-        """Price a step by its parts with each model, once for a key. tokens: of a DP rank."""
+        """Price a step with each of `step_models` and keep the fastest, once for a key. parts_of: a model's parts. tokens: of a DP rank."""
         if key not in self.steps:
-            priced = []
+            candidates = []
             for model in self.step_models():
                 parts = parts_of(model)
                 seconds = model.seconds(parts) * self.pace(decode, model.overlap)
-                priced.append(PricedStep(self.staged(seconds, tokens, decode), model, parts.get(WAITING, 0.0)))
-            self.steps[key] = min(priced, key=lambda one: one.seconds)
+                candidates.append(PricedStep(self.staged(seconds, tokens, decode), model, parts.get(WAITING, 0.0)))
+            self.steps[key] = min(candidates, key=lambda one: one.seconds)
         return self.steps[key]
 
     def _decode_parts(self, model: StepModel, batch: float) -> dict[str, float]:
@@ -192,7 +192,7 @@ class Instance:
         return self._prefill(tokens, busy).seconds
 
     def launch_slack(self, tokens: float, busy: float = 1.0) -> float:
-        """Seconds of `prefill_step` in which the device waits for launches. Decodes in the same program can use this time."""
+        """Seconds of `prefill_step` in which the device waits for kernel launches. Decodes in the same program can use this time."""
         return self._prefill(tokens, busy).waiting
 
     def prefill_parts(self, tokens: float) -> dict[str, float]:
@@ -202,21 +202,21 @@ class Instance:
 
     @cached_property
     def _prompts(self) -> dict[str, float]:
-        """Prompt arguments of a prefill step. The length is weighted by tokens, because long prompts have more of them."""
+        """Arguments of `prefill_parts` for the workload's prompts. The mean length is over tokens: long prompts have more of them."""
         work = self.workload
-        weighted = work.computed * (1 + work.input.variation**2)
-        return {"prompt": weighted, "cached": work.cached, "drafts": self.options.drafts}
+        mean_length = work.computed * (1 + work.input.variation**2)
+        return {"prompt": mean_length, "cached": work.cached, "drafts": self.options.drafts}
 
     @property
     def decode_curve(self) -> Curve:
         """Seconds of a decode step over the batch, linear between the batches that the search tries."""
-        if "usual curve" in self.steps:  # of the same instance without a draw, scaled by one step of this draw
+        if "usual curve" in self.steps:  # of the middle values, from `on`: one step of this draw scales it
             curve, most, usual = self.steps["usual curve"]
             return curve.times(self.decode_step(most) / usual)
         if "decode curve" not in self.steps:
             tried = [float(batch) for batch in _LADDER if batch <= max(self.max_batch, 1)]
             self.steps["decode curve"] = Curve((batch, self.decode_step(batch)) for batch in tried)
-            self.decode_step(float(max(self.max_batch, 1)))  # the step by which draws scale the curve
+            self.decode_step(float(max(self.max_batch, 1)))  # `on` reads this step too
         return self.steps["decode curve"]
 
     @cached_in("steps")
@@ -239,13 +239,13 @@ class Instance:
         return model.prefill(run.step_tokens, prompt=run.chunk, cached=run.context - run.chunk)
 
     def overlapped(self, batch: float) -> bool:
-        """Whether `decode_step` overlaps two half batches."""
+        """Whether `decode_step` overlaps micro-batches."""
         return self.batches_in_turn(batch) > 1
 
     def batches_in_turn(self, batch: float) -> int:
         """Micro-batches of `decode_step`: 1, 2, or with AFD up to `--num-afd-stages`."""
         model = self._decode(batch).model
-        return getattr(model, "micro_batches", 1 + model.overlap) if self.config.is_moe else 1
+        return getattr(model, "micro_batches", 1 + model.overlap) if self.config.is_moe else 1  # `ApartStep` has it
 
     def halved_from(self, most: int) -> int | None:
         """Return the fewest tokens per DP rank from which two-batch overlap speeds up decode steps of up to ``most`` requests, or None."""
@@ -265,25 +265,25 @@ class Instance:
         return self.decode_step(batch) / self.options.tokens_a_step
 
     def staged(self, step: float, tokens: float, decode: bool) -> float:
-        """Seconds of a step through all stages. step: seconds of the whole model on the devices of one stage. tokens: of a DP rank."""
+        """Seconds of a step through all stages. step: seconds of all layers on the devices of one stage. tokens: of a DP rank."""
         config, mesh = self.config, self.layout.mesh
         is_dsjax = self.options.engine.name == "dsjax"
         if mesh.pp_size == 1:
             return step
         hand_over_seconds = hand_over(self.cluster, mesh, tokens, config.hidden_size, is_dsjax)
         # A decode batch is rescheduled when its results arrive. With one batch per stage, nothing hides the host's time.
-        host = assumption("host, decode, not overlapped") if decode else 0.0
-        return step * fullest_stage(config, mesh.pp_size, self.options.drafts > 0) + hand_over_seconds + host
+        host_seconds = assumption("host, decode, not overlapped") if decode else 0.0
+        return step * fullest_stage(config, mesh.pp_size, self.options.drafts > 0) + hand_over_seconds + host_seconds
 
     @cached_in("steps")
     def decode_attention(self, batch: float) -> float:
         """Seconds of attention in all layers of a decode step."""
         context = self.workload.context
-        rows = batch * (1 + self.options.drafts)
+        tokens = batch * (1 + self.options.drafts)
         model = self.step_models()[0]
         kinds = kinds_of(self.config.layer_runs)
         return sum(
-            model.attention(rows, batch * context, context, True, kind.attention) * count for kind, count in kinds
+            model.attention(tokens, batch * context, context, True, kind.attention) * count for kind, count in kinds
         )
 
     @cached_in("steps")
@@ -296,14 +296,14 @@ class Instance:
 
     def prefill_sizes(self, chunks: bool = False) -> list[float]:
         """Return the prompt tokens per DP rank and step to try: one or more prompts within a step's limit. chunks: also prompt chunks."""
-        # Temporaries of larger steps than the compiled one are unknown.
+        # A dry run's temporaries say nothing about larger steps.
         compiled = [run.step_tokens for run in self.dry_runs if run.step == "prefill"]
         most = min(self.options.prefill_tokens, max(compiled, default=math.inf))
-        one = min(self.workload.computed, most)
-        sizes = {one} | {float(n) for n in (1024, 2048, 4096, 8192, 16384, 32768) if one < n <= most}
+        one_prompt = min(self.workload.computed, most)
+        sizes = {one_prompt} | {float(n) for n in (1024, 2048, 4096, 8192, 16384, 32768) if one_prompt < n <= most}
         if chunks:
-            sizes |= {float(n) for n in (1024, 2048, 4096, 8192) if n < one}
-        return sorted(sizes | {float(max(one, min(most, one * (most // one))))})
+            sizes |= {float(n) for n in (1024, 2048, 4096, 8192) if n < one_prompt}
+        return sorted(sizes | {float(max(one_prompt, min(most, one_prompt * (most // one_prompt))))})  # whole prompts
 
     def prompt_seconds(self, tokens: float) -> float:
         """Return the seconds that the instance takes for one prompt per DP rank, in steps of `tokens` tokens per rank."""

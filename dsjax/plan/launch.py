@@ -23,7 +23,7 @@ LAUNCHED = ("vllm", "sglang", "tensorrt-llm")
 KEY = "$API_KEY"
 """The API key that clients must send, for engines that support one; it is in the environment, never in a file."""
 FOR_SHELL = {"head": "$HEAD", "address": "$ADDRESS", "key": KEY}
-"""Variables that the shell fills in. An engine listens on the host's own address, because by default no engine asks for a key."""
+"""Facts that the shell fills in. An engine listens only at the host's own `$ADDRESS`, because by default no engine asks for a key."""
 PORTS = {"prefill and decode": 8000, "prefill": 8001, "decode": 8002}
 WINDOW = 1000
 """Steps in the load window of an expert balancer: vLLM's default, and the value of the published recipes for DeepSeek-R1."""
@@ -57,16 +57,16 @@ class LaunchCommand:
 
     def commands(self) -> list[str]:
         """Return one shell line for each host of an instance, or one for all hosts; the shell fills in `FOR_SHELL`."""
-        about = documented(self.engine)
+        engine_file = documented(self.engine)
         lines = []
         variables = ["env", *(f"{name}={value}" for name, value in self.environment.items())]
-        across = about.get("across_hosts") if self.hosts > 1 else None
+        launcher = engine_file.get("across_hosts") if self.hosts > 1 else None
         for flags in self.flags:
-            words = [*(variables if self.environment else []), *shlex.split(about["program"])]
-            words += [] if "--model-path" in flags else [self.model]
+            words = [*(variables if self.environment else []), *shlex.split(engine_file["program"])]
+            words += [] if "--model-path" in flags else [self.model]  # SGLang; others take it as an argument
             words += [word for pair in flags.items() for word in pair if word]
             line = " ".join(f'"{word}"' if "$" in word else shlex.quote(word) for word in words)
-            lines.append(f"{template(across).render(vars(self))} {line}" if across else line)
+            lines.append(f"{template(launcher).render(vars(self))} {line}" if launcher else line)
         return lines
 
     def to_json(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def launch(
     """Return the command with which an engine starts one service of a plan.
 
     batch: running requests of a DP rank. tokens: prompt tokens of a DP rank in a step. role: `prefill and decode`, `prefill` or
-    `decode`. instances: of the layout; each copy of the experts counts as an instance here.
+    `decode`. instances: of the layout; the engine starts each copy of the experts as one of its own.
     """
     layout = instance.layout.unit
     cluster = instance.cluster
@@ -98,16 +98,16 @@ def launch(
     facts |= {"model": model, "hosts": hosts, "devices": command.devices, "file": command.file, "port": PORTS[role]}
     is_whole_ep = facts["ep"] == command.devices > 1
     facts |= {"whole": is_whole_ep, "deepep": is_whole_ep and facts["dp"] > 1}
-    for rank in range(1 if "across_hosts" in documented(engine) else hosts):
+    for rank in range(1 if "across_hosts" in documented(engine) else hosts):  # rank of a host
         flags = written(engine, "flags", facts | {"rank": rank})
         command.flags.append({flag: str(value) for flag, value in flags.items()})
     command.environment = {name: str(value) for name, value in written(engine, "environment", facts).items()}
     for path, value in written(engine, "keys", facts).items():
-        *above, last = path.split(".")
-        inside = command.config
-        for name in above:
-            inside = inside.setdefault(name, {})
-        inside[last] = value
+        *tables, key = path.split(".")
+        table = command.config
+        for name in tables:
+            table = table.setdefault(name, {})
+        table[key] = value
     reason = unfit(engine, instance.layout, cluster.devices_per_host, cluster.hardware, instance.options.precision)
     command.lacks = [*([reason] if reason else []), *said(engine, "lacks", facts), *said("any", "lacks", facts)]
     return command
@@ -116,20 +116,20 @@ def launch(
 def facts_of(instance: Instance, batch: float, step_tokens: float, role: str) -> dict[str, Any]:
     """Return the names that expressions of `configs/engines` may use: the instance's parts, and the inputs of the priced step.
 
-    Requests (`seqs`) and tokens are of a DP rank. share: fraction of a device's memory for weights and caches. free: fraction of the
-    memory left by the weights for caches.
+    Requests (`seqs`) and tokens are of a DP rank. share: fraction of a device's memory for weights and caches, as vLLM takes it. free:
+    fraction for caches of the memory that weights leave, as TensorRT-LLM takes it.
     """
     work, memory, options = instance.workload, instance.memory, instance.options
     mesh = instance.layout.unit.mesh
     decodes, prefills = role != "prefill", role != "decode"
-    longest = [
+    lengths = [  # prompt and output of each kind of request, 3 standard deviations above the mean
         (k.input.mean * (1 + 3 * k.input.variation), k.output.mean * (1 + 3 * k.output.variation)) for k in work.kinds
     ]
-    prompt = math.ceil(max(one for one, _ in longest))
-    length = math.ceil(max(map(sum, longest)))
+    prompt = math.ceil(max(one for one, _ in lengths))
+    longest = math.ceil(max(map(sum, lengths)))
     seqs = max(1, math.ceil(batch if decodes else step_tokens / work.computed))
-    verified = seqs * (1 + options.drafts)
-    tokens = math.ceil(step_tokens) * prefills
+    verified = seqs * (1 + options.drafts)  # tokens of a decode step, with the drafts
+    tokens = math.ceil(step_tokens) * prefills  # 0 without prefill
     usable = memory.device - memory.reserve
     weights = memory.weights_total
     overlaps = (decodes and instance.overlapped(batch)) or (prefills and instance.halved(step_tokens))
@@ -151,8 +151,8 @@ def facts_of(instance: Instance, batch: float, step_tokens: float, role: str) ->
         "role": role,
         "one_phase": not (decodes and prefills),
         "prompt": prompt,
-        "longest": length,
-        "length": min(length + 1, instance.config.max_position_embeddings),
+        "longest": longest,
+        "length": min(longest + 1, instance.config.max_position_embeddings),
         "seqs": seqs,
         "verified": verified,
         "step_tokens": math.ceil(step_tokens),
@@ -188,19 +188,18 @@ def script(planned: Mapping[str, Any], engine: str, launches: list[LaunchCommand
 
     planned: the recipe. command: the command that planned it.
     """
-    about = documented(engine)
-    front = None
-    if (
-        len(launches) > 1 and "front" in about
-    ):  # the shell knows addresses of first hosts as $PREFILL_0, $DECODE_0 and so on
+    engine_file = documented(engine)
+    router = None
+    # The shell knows the addresses of the first hosts as $PREFILL_0, $DECODE_0 and so on.
+    if len(launches) > 1 and "front" in engine_file:
         urls = {
             launch.role: [f"${launch.role.upper()}_{number}:{PORTS[launch.role]}" for number in range(launch.instances)]
             for launch in launches
         }
-        front = template(about["front"]).render(urls=urls)
+        router = template(engine_file["front"]).render(urls=urls)
     roles = [launch.word for launch in launches] if len(launches) > 1 else ["serve"]
-    usage = " | ".join([*(f"{role} [HOST]" for role in roles), *(["front"] if front else [])])
-    asks = "key" in about or any(KEY in flags.values() for launch in launches for flags in launch.flags)
-    variables = {"about": about, "launches": launches, "front": front, "usage": usage, "asks": asks}
+    usage = " | ".join([*(f"{role} [HOST]" for role in roles), *(["front"] if router else [])])
+    asks_key = "key" in engine_file or any(KEY in flags.values() for launch in launches for flags in launch.flags)
+    variables = {"about": engine_file, "launches": launches, "front": router, "usage": usage, "asks": asks_key}
     text = bundled_text("engines", "script.sh")
     return template(text).render(command=command, notes=planned["notes"], **variables)

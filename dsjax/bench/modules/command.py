@@ -36,7 +36,7 @@ def modules(model: ModelOptions, grid: ModuleGrid, run: RunOptions, group: Group
 
 
 def _measure(model: ModelOptions, grid: ModuleGrid, run: RunOptions, spec: Any, processes: Processes) -> bool:
-    """Time the cases, print and write the results; return whether Ctrl-C ended the run."""
+    """Time the cases, then print and write the results. Return whether Ctrl-C ended the run."""
     from dsjax.bench.modules.grid import cases
     from dsjax.bench.modules.one_rank import OneRankPlan, extrapolate, one_rank_cases
     from dsjax.bench.modules.report import show, show_extrapolation, to_json
@@ -47,11 +47,11 @@ def _measure(model: ModelOptions, grid: ModuleGrid, run: RunOptions, spec: Any, 
     if processes.leads:  # fail before hours of work
         check_place("--json", run.json_file)
     setting = make_setting(model)
-    if processes.members:
+    if processes.members:  # in a group
         processes.check_shares(spec, spec.build())
     device = Device.of(setting.step.mesh.devices.flat[0])
     budget = Budget(run.seconds or (0.2 if grid.quick else 1.0))
-    own_ceilings = None
+    own_ceilings = None  # process 0 measures the ceilings for the whole group
     if processes.leads:
         own_ceilings = dataclasses.astuple(find_ceilings(setting, device, run.hardware, budget))
     ceilings = Ceilings(*processes.agree("ceilings", own_ceilings)[0])
@@ -59,12 +59,12 @@ def _measure(model: ModelOptions, grid: ModuleGrid, run: RunOptions, spec: Any, 
     pending = list(one_rank_cases(setting, plan, grid.context_lengths) if plan else cases(setting, grid))
     if not pending:
         raise UserError(f"{model.model} has none of {', '.join(grid.modules)}; choose others with --only")
-    if not processes.leads:
+    if not processes.leads:  # other processes only take part in the dispatch
         pending = [case for case in pending if case.shared]
     with_progress = track(Console(stderr=True), run.progress and processes.leads, "timing cases", pending)
     results = run_cases(setting, with_progress, ceilings, budget, run.row_limit, processes.agree)
 
-    def report() -> None:
+    def report() -> None:  # in process 0
         console = report_console(stderr=run.json_file == "-")
         show(console, results, ceilings, device)
         steps = extrapolate(setting, results.rows) if plan else []
@@ -82,7 +82,7 @@ def _measure(model: ModelOptions, grid: ModuleGrid, run: RunOptions, spec: Any, 
 
 
 def _shared_settings(model: ModelOptions, grid: ModuleGrid, run: RunOptions) -> dict[str, Any]:
-    """Return what all processes must share besides versions, by the names in messages. Folder names may differ between hosts."""
+    """Return the settings that must be equal in all processes, by their names in messages. The model's folder may differ between hosts."""
     from dsjax.config import load_config
 
     if grid.one_rank_of:
@@ -90,6 +90,6 @@ def _shared_settings(model: ModelOptions, grid: ModuleGrid, run: RunOptions) -> 
             "--one-rank-of is measured on one device; start it on one host, without --coordinator-address and its like"
         )
     settings = as_flags(model) | as_flags(grid) | {"--seconds": run.seconds, "--row-limit": run.row_limit}
-    config = repr(load_config(settings.pop("--model")))
+    config = repr(load_config(settings.pop("--model")))  # compared by content
     settings["a model configuration with the SHA-256 sum"] = hashlib.sha256(config.encode()).hexdigest()[:16]
     return settings

@@ -1,8 +1,8 @@
-"""File of expert loads and placements: written by a balancing server, read by the next server at start and by the planner.
+"""File of expert loads and placements, from `POST /dump_expert_distribution_record`, for `--init-expert-location` and `dsjax plan`.
 
 JSON: ``{"version": 1, "model": …, "logical_load": [[tokens of each logical expert] of each MoE layer], "physical_to_logical": [[the
-logical expert in each physical slot] of each MoE layer]}``. The MTP module's layer, if any, is the last. One of the two tables may be
-missing: loads without a placement get one computed.
+logical expert in each physical slot] of each MoE layer]}``. The MTP module's layer, if any, is the last. Either table may be missing:
+without a placement that fits, the server computes one from the loads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FLAG = "--init-expert-location"
 
 @dataclass(frozen=True, eq=False)
 class ExpertLocation:
-    """A file's content, at least one table."""
+    """Content of a file, with at least one table."""
 
     model: str
     logical_load: Float[np.ndarray, "L E"] | None  # ``[layers, experts]``, tokens
@@ -31,7 +31,7 @@ class ExpertLocation:
 
     @classmethod
     def read(cls, path: str | Path) -> ExpertLocation:
-        """Read a file. Raise a `UserError` that says what was found if the file cannot be read or has another form."""
+        """Read a file. Raises `UserError` if the file cannot be read or is not in the format above."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
@@ -65,7 +65,7 @@ def _table(path: str | Path, content: dict, name: str) -> np.ndarray | None:
     try:
         table = np.array(value, float)
     except (ValueError, TypeError):
-        table = np.zeros(0)
+        table = np.zeros(0)  # refused below
     if table.ndim != 2 or not table.size or not np.isfinite(table).all() or (table < 0).any():
         raise UserError(
             f"{FLAG}: {path} has {name} that is no table of numbers: expected a list for each MoE layer, all of one length, "

@@ -28,23 +28,23 @@ Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 class DiskPages:
     """The executor's access to the disk cache. The engine's thread calls all methods, which return at once unless documented otherwise.
 
-    One thread writes and deletes, in order; `READERS` others read. A read is reported by its number, which is unique in its rank, and its
-    page is kept until it is taken or forgotten. Failures are reported too, and the first one of each kind is logged.
+    One thread writes and deletes, in the order of the calls; `READERS` other threads read. `reports` names a finished read by its rank and
+    number, and a finished write by its number, also after failures; the log has the first failure of each kind.
 
     Args:
-        files: files of a locked folder, which is unlocked at the end.
-        max_bytes: limit for all pages in the folder. Evicts pages of other models, dtypes or page sizes first, then in LRU order.
+        files: page files of a locked folder, which `close` unlocks.
+        max_bytes: limit for all pages in the folder. Pages of other models, dtypes or page sizes are evicted first, then in LRU order.
     """
 
     def __init__(self, files: PageFiles, max_bytes: int):
         self._files, self._max_bytes = files, max_bytes
         self._lock = threading.Lock()
         self._reported = threading.Condition(self._lock)
-        self._read: list[tuple[int, int, bool]] = []
-        self._written: list[tuple[int, bool]] = []
-        self._names: dict[bytes, int] | None = None
-        self._pages: dict[tuple[int, int], Page | None] = {}  # None: being read
-        self._others: list[tuple[float, str, int]] = []
+        self._read: list[tuple[int, int, bool]] = []  # (rank, number, success), until `reports`
+        self._written: list[tuple[int, bool]] = []  # (number, success), until `reports`
+        self._names: dict[bytes, int] | None = None  # the listing, until `reports`: name → room in context pages
+        self._pages: dict[tuple[int, int], Page | None] = {}  # reads by (rank, number); None: being read
+        self._others: list[tuple[float, str, int]] = []  # of other fingerprints: (last use, path, bytes)
         self._own_bytes = self._other_bytes = 0
         self._warned: set[str] = set()
         self._writer = WorkQueue("disk writer", "dsjax-page-writer", cost="A page is not written or not deleted.")
@@ -68,7 +68,7 @@ class DiskPages:
         self._writer.put(partial(self._delete, everything, names))
 
     def read(self, rank: int, number: int, name: bytes) -> None:
-        """Read a page."""
+        """Read a page, and keep it until `take` or `forget`."""
         with self._lock:
             self._pages[rank, number] = None
         self._readers.put(partial(self._read_or_drop, rank, number, name))
@@ -106,7 +106,7 @@ class DiskPages:
     # In the writer thread.
 
     def _list(self) -> None:
-        names: dict[bytes, int] = {}
+        names: dict[bytes, int] = {}  # least recently used first, with bytes on the disk
         with contained("disk writer", "No page of an earlier run is found."):
             began = time.monotonic()
             files = self._files
@@ -121,7 +121,7 @@ class DiskPages:
                     f"--disk-cache: {files.folder.path} has {len(names)} pages of this model, {own_gb:.2f} GB, and {other_gb:.2f} GB "
                     f"of others; listed in {time.monotonic() - began:.2f} s"
                 )
-            excess = []
+            excess = []  # least recently used pages beyond the limit
             kept_bytes = self._own_bytes
             for name, size in names.items():
                 if kept_bytes > self._max_bytes:
@@ -130,7 +130,7 @@ class DiskPages:
             self._delete(everything=False, names=excess)
             for name in excess:
                 del names[name]
-            names = {name: -(-size // files.page_bytes) for name, size in names.items()}
+            names = {name: -(-size // files.page_bytes) for name, size in names.items()}  # bytes to context pages
             self._make_room(0)
         with self._reported:
             self._names = names
@@ -175,7 +175,7 @@ class DiskPages:
 
     def _read_or_drop(self, rank: int, number: int, name: bytes) -> None:
         with self._lock:
-            if (rank, number) not in self._pages:  # dropped meanwhile
+            if (rank, number) not in self._pages:  # forgotten meanwhile
                 return
         page = self._read_page(name)
         with self._reported:

@@ -21,7 +21,7 @@ _FILES = {
 }
 
 PAGE_PATHS = frozenset({*_FILES, "/docs"})
-"""Paths that a browser requests without a key; it then asks the user for the key as a password."""
+"""Paths whose 401 response asks for Basic authentication, so that a browser prompts its user for the API key as a password."""
 
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -32,11 +32,11 @@ _HEADERS = {
 
 
 def create_page_routes(app: FastAPI) -> None:
-    """Add the page's routes. The page itself uses the API."""
+    """Add the routes of the page and of `/docs`. The page's scripts call the HTTP API."""
     for path, (name, content_type) in _FILES.items():
         content = (importlib.resources.files(__package__) / name).read_bytes()
         app.add_api_route(path, _serve_file(content, content_type), methods=["GET", "HEAD"], include_in_schema=False)
-    render_docs = functools.cache(lambda: render_reference(app.openapi()).encode())  # after all routes have been added
+    render_docs = functools.cache(lambda: render_reference(app.openapi()).encode())  # on first use, with all routes
 
     async def docs() -> Response:
         return Response(render_docs(), headers={"Content-Type": "text/html; charset=utf-8", **_HEADERS})
