@@ -142,7 +142,7 @@ def compare(record: StepRecording, executor: Executor, kind_of: Callable[[Comman
 
 
 def launch_kind(command: Command, buckets: Buckets) -> str:
-    """Return a step's batch shapes: `decode 8 rows`, `decode 8 rows × 3` with two drafts, `prefill 2 × 128`; a score is `score`."""
+    """Return a step's batch shapes: `decode 8 rows`, `decode 8 rows × 3` with two drafts, `prefill 2 × 128`; `score`."""
     from dsjax.engine.device.programs import shape_label
 
     if not isinstance(command, Step):
@@ -216,8 +216,8 @@ def _differences(command: Command, recorded: Collected, replayed: Collected) -> 
             if old != new:
                 yield f"{step}, scored position {place}: recorded {old}, replayed {new}"
         return
-    for rank, (rank_step, old_rank, new_rank) in enumerate(zip(command.ranks, recorded.ranks, replayed.ranks, strict=True)):
-        slots = {"decode": from_int32s(rank_step.decodes)[::2], "prefill": [row.slot for row in rank_step.prefills]}
+    for rank, (part, old_rank, new_rank) in enumerate(zip(command.ranks, recorded.ranks, replayed.ranks, strict=True)):
+        slots = {"decode": from_int32s(part.decodes)[::2], "prefill": [row.slot for row in part.prefills]}
         for kind, kind_slots in slots.items():
             rows = zip(kind_slots, getattr(old_rank, f"{kind}s"), getattr(new_rank, f"{kind}s"), strict=True)
             for row, (slot, old, new) in enumerate(rows):
