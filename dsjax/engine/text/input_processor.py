@@ -19,7 +19,7 @@ from dsjax.errors import UserError
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt encoded by the model's own tokenizer. Its ids are not copied, and checked only if the tokenizer has more ids than the model."""
+    """A prompt encoded by the model's tokenizer. Its ids are not copied, and checked only if the tokenizer has more ids than the model."""
 
     token_ids: list[int]
 
