@@ -156,7 +156,7 @@ class WayToProcesses:
         return calls
 
     def returned(self, away: list[_CallOfPart]) -> tuple[list[Array], int]:
-        """Wait until all attention processes have their answers. Return this process's own on its devices, and the largest number of rounds.
+        """Wait until all attention processes have their answers. Return the own ones on the devices, and the most rounds of any process.
 
         The barrier is needed because an expert process that dies may have answered only some processes. The copy overlaps with it.
 

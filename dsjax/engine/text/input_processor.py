@@ -136,11 +136,9 @@ class InputProcessor:
     ) -> list[LogitRules | None]:
         """Return the logit rules of each of the `n` completions; None if only seed, temperature and truncation matter.
 
-        Thread-safe. Compiling a grammar takes up to about 20 ms, so a server calls this outside its event loop.
+        Thread-safe. Compiling a grammar takes up to about 20 ms, so a server calls this outside its event loop. Errors: see `prepare`.
 
         stop_ids: tokens masked until the output has `min_tokens` tokens. prompt: its token ids, which may end inside the reasoning.
-
-        Raises a `SamplingError` like `prepare`.
         """
         _check_token_ids(params, self.vocab_size)
         structured = params.structured_outputs
