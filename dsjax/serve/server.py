@@ -222,8 +222,8 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
 
     The socket listens at once, because binding alone does not reserve a port: another process could bind it too and listen first.
     shared: allow more sockets of this process at the address.
-    Raises:
 
+    Raises:
         UserError: the address is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
