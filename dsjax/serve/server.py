@@ -159,7 +159,7 @@ class Server(uvicorn.Server):
         """Drain on the first signal; stop at once on the second."""
         if not self.should_exit:
             self._on_signal()
-        self.force_exit = self.should_exit  # the second signal
+        self.force_exit = self.should_exit  # already stopping, or the second signal
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
