@@ -24,7 +24,7 @@ def bytes_per_page(step: ModelStep, table: Table = "context") -> int:
 
 def with_kept_windows(step: ModelStep, pages: int, held: int) -> int:
     """Return the number of window pages of a DP rank with ``pages`` context pages: ``held`` for requests, plus those kept for reuse."""
-    # ``KEPT_WINDOWS`` is the share of the kept windows in the bytes of context pages and kept windows together.
+    # Kept windows take the share ``KEPT_WINDOWS`` of the bytes of context pages and kept windows together.
     window = bytes_per_page(step, "window")  # bytes of a window page
     return held + int(KEPT_WINDOWS / (1 - KEPT_WINDOWS) * pages * bytes_per_page(step) / window) if window else 0
 
