@@ -112,7 +112,7 @@ def compare(record: StepRecording, executor: Executor, kind_of: Callable[[Comman
     """
     report, start = Report(), time.monotonic()
     last_recorded_end = last_replayed_end = 0.0
-    in_flight: dict[int, tuple[Launched, Any, float]] = {}  # by command number: frame, pending result, time
+    in_flight: dict[int, tuple[Launched, Any, float]] = {}  # by command number: frame, pending result, launch time
     for frame in record:
         if isinstance(frame, Launched):
             if isinstance(frame.command, ConnectExperts):

@@ -64,7 +64,7 @@ class Pulled(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Landings:
-    """Combines the pulls of a chunk by all processes of its DP rank (`processes[rank]`): reports it once all have, as ok if all succeeded."""
+    """Combines the pulls of a chunk by all processes of its DP rank (`processes[rank]`): reports it once all have; ok if all succeeded."""
 
     def __init__(self, processes: Sequence[Sequence[int]], report: Callable[[PulledChunk], None]):
         self._processes_of_rank, self._report = processes, report
