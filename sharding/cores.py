@@ -27,7 +27,7 @@ def most_threads() -> int:
 def _quotas(proc: Path, cgroup: Path) -> Iterator[float]:
     """Yield the quota, in cores, of each cgroup that has one."""
     for group in _groups(proc, cgroup):
-        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # no such file, or the quota is "max": none
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # no such file, or "max": no quota
             quota, period = map(int, (group / "cpu.max").read_text().split())
             yield quota / period
         with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
