@@ -25,20 +25,21 @@ def most_threads() -> int:
 
 
 def _quotas(proc: Path, cgroup: Path) -> Iterator[float]:
-    for folder in _groups(proc, cgroup):
-        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # no such file, or no quota: "max"
-            quota, period = map(int, (folder / "cpu.max").read_text().split())
+    """Yield the quota, in cores, of each cgroup that has one."""
+    for group in _groups(proc, cgroup):
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # no such file, or "max": no quota
+            quota, period = map(int, (group / "cpu.max").read_text().split())
             yield quota / period
         with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
-            quota = int((folder / "cpu.cfs_quota_us").read_text())
+            quota = int((group / "cpu.cfs_quota_us").read_text())
             if quota > 0:  # −1: no quota
-                yield quota / int((folder / "cpu.cfs_period_us").read_text())
+                yield quota / int((group / "cpu.cfs_period_us").read_text())
 
 
 def _groups(proc: Path, cgroup: Path) -> Iterator[Path]:
     """Return the folders of this process's CPU cgroups and of their ancestors.
 
-    In a container, the path may be the host's and not exist. The container's own cgroup is then the root.
+    `/proc/self/cgroup` in a container may name a path of the host, which does not exist here. `cgroup` is then the container's own cgroup.
     """
     yield from (cgroup, cgroup / "cpu", cgroup / "cpu,cpuacct")
     try:
@@ -46,9 +47,9 @@ def _groups(proc: Path, cgroup: Path) -> Iterator[Path]:
     except OSError:
         return
     for line in lines:
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]  # v2 "0::/path", v1 "4:cpu,cpuacct:/path"
         if controllers and "cpu" not in controllers.split(","):
             continue
         mounts = (cgroup / controllers, cgroup / "cpu") if controllers else (cgroup,)
-        here = PurePosixPath(path.lstrip("/"))
-        yield from (mount / group for group in (here, *here.parents) for mount in mounts)
+        own_path = PurePosixPath(path.lstrip("/"))
+        yield from (mount / group for group in (own_path, *own_path.parents) for mount in mounts)

@@ -58,8 +58,8 @@ def replay(
             f"Recorded with JAX {' '.join(recorded)}, replayed with {' '.join(current)}: rounding may change tokens."
         )
     if json_file:
-        facts = {name: getattr(header, name) for name in header.__struct_fields__}
-        write_json(json_file, {"header": facts, **report.to_json()})
+        header_fields = {name: getattr(header, name) for name in header.__struct_fields__}
+        write_json(json_file, {"header": header_fields, **report.to_json()})
     ended = "has no end, so its process was killed" if report.end is None else f"ended with: {report.end}"
     console.print(
         f"{report.num_steps:,} steps compared, {report.num_tokens:,} tokens; {report.num_uncompared} steps without recorded "
@@ -79,7 +79,7 @@ class Report:
     num_tokens: int = 0
     num_differing: int = 0
     num_uncompared: int = 0  # steps that were in flight when the recording ended, without recorded results
-    # the first row with another outcome than recorded, with the command's number and the row's place in the rank's command
+    # text that names the first row, or scored position, whose result differs from the recorded one
     first_difference: str | None = None
     end: str | None = None  # why the recording ended; None if it stops without an end record
     # (recorded, replayed) seconds of each step, by kind of step
@@ -105,21 +105,21 @@ class Report:
 
 
 def compare(record: StepRecording, executor: Executor, kind_of: Callable[[Command], str]) -> Report:
-    """Replay the recorded stream on an executor with an empty cache. kind_of: the kind of step that a command's time is listed under.
+    """Replay the recorded stream on an executor with an empty cache. kind_of: name under which a command's step time is listed.
 
     Raises:
         RecordError: the recording is damaged.
     """
     report, start = Report(), time.monotonic()
     last_recorded_end = last_replayed_end = 0.0
-    in_flight: dict[int, tuple[Launched, Any, float]] = {}
+    in_flight: dict[int, tuple[Launched, Any, float]] = {}  # by command number: frame, pending result, launch time
     for frame in record:
         if isinstance(frame, Launched):
             if isinstance(frame.command, ConnectExperts):
                 continue  # which processes compute the experts changes no token
             launched_at = time.monotonic() - start
             pending = executor.launch(frame.command)
-            if isinstance(frame.command, Step | Score | Flush):
+            if isinstance(frame.command, Step | Score | Flush):  # commands with a result
                 in_flight[frame.number] = frame, pending, launched_at
         elif isinstance(frame, Collected) and frame.number in in_flight:
             launched, pending, launched_at = in_flight.pop(frame.number)
@@ -142,7 +142,7 @@ def compare(record: StepRecording, executor: Executor, kind_of: Callable[[Comman
 
 
 def launch_kind(command: Command, buckets: Buckets) -> str:
-    """Return a command's batch shapes: `decode 8 rows`, `decode 8 rows × 3` with two drafts, `prefill 2 × 128`, `score`."""
+    """Return a step's batch shapes: `decode 8 rows`, `decode 8 rows × 3` with two drafts, `prefill 2 × 128`; `score`."""
     from dsjax.engine.device.programs import shape_label
 
     if not isinstance(command, Step):
@@ -164,8 +164,8 @@ def build_executor(record: StepRecording, model: str | None) -> Executor:
     from dsjax.engine.setup.args import EngineArgs
 
     header = record.header
-    here = {} if model is None else {"model": model, "revision": None}
-    args = EngineArgs.from_options(**header.options | here)
+    overrides = {} if model is None else {"model": model, "revision": None}
+    args = EngineArgs.from_options(**header.options | overrides)
     directory = resolve(args.model, revision=args.revision)
     found = fingerprint(directory)
     if found != header.fingerprint:
@@ -202,23 +202,24 @@ def times_table(report: Report) -> Table:
     return table
 
 
-def _statistics(pairs: list[tuple[float, float]], side: int) -> dict[str, float]:
-    ordered = sorted(pair[side] for pair in pairs)
-    p99 = ordered[-(-99 * len(ordered) // 100) - 1]
-    return {"mean": statistics.fmean(ordered), "median": statistics.median(ordered), "p99": p99}
+def _statistics(pairs: list[tuple[float, float]], side: int) -> dict[str, float]:  # side 0: recorded, 1: replayed
+    times = sorted(pair[side] for pair in pairs)
+    p99 = times[-(-99 * len(times) // 100) - 1]  # nearest-rank percentile
+    return {"mean": statistics.fmean(times), "median": statistics.median(times), "p99": p99}
 
 
 def _differences(command: Command, recorded: Collected, replayed: Collected) -> Iterator[str]:
-    at = f"step {recorded.number}"
+    """Describe the rows that differ. Results are in the order of a rank's `decodes`, which are (slot, limit) pairs, and `prefills`."""
+    step = f"step {recorded.number}"
     if isinstance(command, Score):
-        for place, (was, now) in enumerate(zip_longest(recorded.greedy, replayed.greedy)):
-            if was != now:
-                yield f"{at}, scored position {place}: recorded {was}, replayed {now}"
+        for place, (old, new) in enumerate(zip_longest(recorded.greedy, replayed.greedy)):
+            if old != new:
+                yield f"{step}, scored position {place}: recorded {old}, replayed {new}"
         return
-    for rank, (own, old, new) in enumerate(zip(command.ranks, recorded.ranks, replayed.ranks, strict=True)):
-        slots = {"decode": from_int32s(own.decodes)[::2], "prefill": [row.slot for row in own.prefills]}
-        for kind, of_kind in slots.items():
-            rows = zip(of_kind, getattr(old, f"{kind}s"), getattr(new, f"{kind}s"), strict=True)
-            for row, (slot, was, now) in enumerate(rows):
-                if was != now:
-                    yield f"{at}, rank {rank}, {kind} row {row} (slot {slot}): recorded {was}, replayed {now}"
+    for rank, (part, old_rank, new_rank) in enumerate(zip(command.ranks, recorded.ranks, replayed.ranks, strict=True)):
+        slots = {"decode": from_int32s(part.decodes)[::2], "prefill": [row.slot for row in part.prefills]}
+        for kind, kind_slots in slots.items():
+            rows = zip(kind_slots, getattr(old_rank, f"{kind}s"), getattr(new_rank, f"{kind}s"), strict=True)
+            for row, (slot, old, new) in enumerate(rows):
+                if old != new:
+                    yield f"{step}, rank {rank}, {kind} row {row} (slot {slot}): recorded {old}, replayed {new}"

@@ -19,15 +19,15 @@ _log = logging.getLogger(__name__)
 
 
 class PrefillEngine:
-    """An engine core with a `PrefillService`. All work except `post` and `leave` happens in its thread.
+    """An engine core with a `PrefillService`, and the thread that runs its steps. Any thread may call `post` and `leave`.
 
     Args:
         timeout: seconds after which pages that no decode engine has pulled are dropped, together with their transfer.
         attachments: further plugins of the core.
-        owners: process that holds the pages of each rank, see `PrefillService`.
+        owners: returns the process that keeps each rank's pages, see `PrefillService`.
         mesh_changer: creates the executors of other meshes, see `EngineCore`.
 
-    thread: runs the steps. error: exception that ended it. on_death: called after such an error.
+    thread: runs the steps. error: exception that ended the thread, or None. on_death: called after `error` is set.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class PrefillEngine:
         self.thread.start()
 
     def post(self, message: ToPrefill, receive: Receive | None) -> None:
-        """Accept a message from any thread. Answers go to `receive`, on any thread.
+        """Accept a message from any thread. Replies go to `receive`, on any thread; it is None for messages from this process.
 
-        A transfer may be requested twice, in either order: by the sender of its prompt (`receive` is None) and by its decode engine.
+        Two messages may request one transfer, in either order: one from this process, which has the prompt, and one from the decode engine.
         """
         with self._lock:
             if not self._ended:
@@ -72,18 +72,18 @@ class PrefillEngine:
                 self.thread.call(self._take)
                 return
         if isinstance(message, PrefillRequest) and receive is not None:
-            receive(TransferFailed("", self.service.reason))
+            receive(TransferFailed("", self.service.reason))  # "": every transfer has ended
 
     def leave(self, receive: Receive) -> None:
         """Cancel all transfers of a disconnected decode engine."""
         self.thread.call(lambda: self.service.leave(receive))
 
     def turn(self, wait: bool = True) -> bool:
-        """Process posted messages and run a step, for engines without a started thread. Return False if the engine has ended."""
-        goes_on = self.thread.turn(wait)
-        if not goes_on:
+        """Process posted messages and run a step, if the thread was not started. Return False if the engine has ended."""
+        is_running = self.thread.turn(wait)
+        if not is_running:
             self._end()
-        return goes_on
+        return is_running
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile all shapes, in all processes."""

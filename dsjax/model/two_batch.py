@@ -1,19 +1,19 @@
-"""Two-batch overlap: a step's tokens are split in two halves, and one half computes while the other's rows are exchanged.
+"""Two-batch overlap: a step's tokens are split into halves a and b. While the rows of one half are exchanged, the other half computes.
 
-A layer then has four exchanges, two per half. The loop over layers is rotated by one exchange, so that each exchange overlaps with
-computation, including the last one, which overlaps across the boundary between two layers:
+Each layer has a dispatch and a combine for each half, so four exchanges. The scan's body starts one exchange before a layer, so that the
+combine of half b, the last exchange of a layer, overlaps with the attention of half a in the next layer:
 
-    | window | travels                                | computes                          |
-    |--------|----------------------------------------|-----------------------------------|
-    | 1      | sums of half b, of the layer before    | attention and routing of half a   |
-    | 2      | tokens of half a                       | attention and routing of half b   |
-    | 3      | tokens of half b                       | experts of half a, shared experts |
-    | 4      | sums of half a                         | experts of half b                 |
+    | window | exchanged                              | computed                             |
+    |--------|----------------------------------------|--------------------------------------|
+    | 1      | results of half b, of the layer before | attention and routing of half a      |
+    | 2      | tokens of half a                       | attention and routing of half b      |
+    | 3      | tokens of half b                       | routed and shared experts of half a  |
+    | 4      | results of half a                      | routed and shared experts of half b  |
 
-If rows are sent in two stages, each window has two exchanges. The window is then split in two, since the scheduler would otherwise overlap
-all of the computation with only one of them:
+A method that forwards rows through another rank has two exchanges per window. Without a split of the computation too, the scheduler would
+overlap all of it with only one of them:
 
-    | window | travels, first and then                | computes, first and then                            |
+    | window | exchanged, first and then              | computed, first and then                            |
     |--------|----------------------------------------|-----------------------------------------------------|
     | 1      | inside hosts, between hosts            | projections; attention's heads, output and routing  |
     | 2      | between hosts, inside hosts            | projections and heads; output and routing           |
@@ -21,13 +21,12 @@ all of the computation with only one of them:
     | 4      | inside hosts, between hosts            | shared experts; routed experts                      |
 
 XLA's scheduler needs the barriers here and the flags in ``sharding/scheduler_flags.py``. Without an ``optimization_barrier`` at both ends
-of each window it starts collectives late and ends them early, or overlaps several with one product. With the barriers, only the window's
-computation can run during its exchange. The barriers include the cache, because a write that may move past them makes the scheduler copy
-the pool. Ragged exchanges do not overlap even so, so ``auto`` does not choose them (``DispatchConfig.overlapped``).
+of a window, collectives start late and end early, or several overlap with one matmul. With the barriers, only the window's computation can
+run during its exchange. The barriers include the cache, because a write that may move past them makes the scheduler copy the pool. Ragged
+exchanges do not overlap even so, and ``auto`` does not choose them (``DispatchConfig.overlapped``).
 
-Tokens over capacity are sent in further rounds, for both halves together, between a layer's last window and the next layer's first. The
-host thus asks the device for their number once per layer, and no window has another collective. The cost of a step in halves is that
-matrices of attention and experts are read once per half.
+Rows over capacity are sent in further rounds, for both halves together, before window 1. The host thus reads the number of rounds once
+per layer, and no window has another collective. The cost of the split: weights of attention and experts are read once per half.
 """
 
 from __future__ import annotations
@@ -68,8 +67,8 @@ def run_in_halves(
 ) -> tuple[Float[Array, "B T *n D"], Cache, dict[str, Array]]:
     """Run a run of layers with routed experts. Return the tokens, the cache, and the counts of both halves, stacked over layers.
 
-    merges: for each kind of the run, a function that builds a layer from its slice of ``weights``. first: the first layer's number in the
-    cache. copies: with leading axes for the run's count and its kinds.
+    merges: for each kind of layer in the run, a function that builds one from its slice of ``weights``; the run repeats the kinds in order.
+    first: the first layer's number in the cache. copies: with leading axes for the repetitions and the kinds.
     """
     step = replace(step, dispatch=replace(step.dispatch, overlapped=True))
     parts, halves = step.parts, MicroBatches.of(tokens.groups, 2)
@@ -77,16 +76,16 @@ def run_in_halves(
     x_a, x_b = jnp.split(x[:, halves.places], halves.borders, axis=1)
 
     def layers_of(slices: Sequence[Any], own_copies: CopyTables, index: Int[Array, ""]) -> list[tuple[Layer, Layer]]:
-        """Return the ``index``-th layer of each kind's stack, for each half."""
-        found = []
-        for place, (merge, own) in enumerate(zip(merges, slices, strict=True)):
-            block, layer = merge(own), first + index * len(merges) + place
-            here = jax.tree.map(lambda array: array[place], own_copies)  # noqa: B023
-            found.append(tuple(Layer(block, index, layer, half, here) for half in (tokens_a, tokens_b)))
-        return found
+        """Return the layers of repetition ``index``, one per kind, each as a pair: for half a and for half b."""
+        pairs = []
+        for position, (merge, layer_weights) in enumerate(zip(merges, slices, strict=True)):
+            block, layer_number = merge(layer_weights), first + index * len(merges) + position
+            expert_copies = jax.tree.map(lambda array: array[position], own_copies)  # noqa: B023
+            pairs.append(tuple(Layer(block, index, layer_number, half, expert_copies) for half in (tokens_a, tokens_b)))
+        return pairs
 
     def before(layers: Sequence[tuple[Layer, Layer]]) -> list[Layer]:
-        """Return the previous layer with only its numbers correct, which suffices because its experts are in the stack."""
+        """Return the layer before ``layers``, for each half. Only its numbers are correct, which suffices: its experts are in the stack."""
         return [
             replace(layer, index=layer.index - 1, cache_layer=layer.cache_layer - len(layers)) for layer in layers[-1]
         ]
@@ -95,13 +94,14 @@ def run_in_halves(
         """Return zeros in the shape of ``part``'s result, for the layer before the first. They add nothing to ``x``."""
         slices, own_copies = jax.tree.map(lambda array: array[0], (tuple(weights), copies))
         layer = layers_of(slices, own_copies, jnp.int32(0))[0][half]
-        described = jax.eval_shape(lambda x: part(layer, x), x)
-        blank = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), described)
+        shapes = jax.eval_shape(lambda x: part(layer, x), x)
+        zeros = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes)
         over_ranks = NamedSharding(step.mesh, P(step.spec.token_axes))
-        transit = jax.tree.map(lambda one: jax.lax.with_sharding_constraint(one, over_ranks), blank.transit)
-        return replace(blank, x=x, mix=layer.block.mlp_residual.unmixed(blank.mix), transit=transit)
+        transit = jax.tree.map(lambda one: jax.lax.with_sharding_constraint(one, over_ranks), zeros.transit)
+        return replace(zeros, x=x, mix=layer.block.mlp_residual.unmixed(zeros.mix), transit=transit)
 
     def turn(carry, xs):
+        """Run one repetition of the kinds. carry: the layer before (half a's results returned, half b's computed), cache, repetition."""
         returned_a, computed_b, cache, index = carry
         layers, counts = layers_of(*xs, index), []
         before_a, before_b = before(layers)
@@ -110,22 +110,22 @@ def run_in_halves(
             returned_a, computed_b, cache = _hold(returned_a, computed_b, cache)
 
             x_a, counts_a = parts.add(before_a, returned_a)
-            ways = parts.combine_stages(b, computed_b.x)
+            exchanges = parts.combine_stages(b, computed_b.x)  # window 1
             attend_a = _attention(parts, a, heads_first=False)
-            returned_b, routed_a, cache = _beside(ways, computed_b, attend_a, x_a, cache)
+            returned_b, routed_a, cache = _beside(exchanges, computed_b, attend_a, x_a, cache)
 
             x_b, counts_b = parts.add(before_b, returned_b)
-            ways = parts.dispatch_stages(a, x_a)
+            exchanges = parts.dispatch_stages(a, x_a)  # window 2
             attend_b = _attention(parts, b, heads_first=True)
-            sent_a, routed_b, cache = _beside(ways, routed_a, attend_b, x_b, cache)
+            sent_a, routed_b, cache = _beside(exchanges, routed_a, attend_b, x_b, cache)
 
-            ways = parts.dispatch_stages(b, x_b)
+            exchanges = parts.dispatch_stages(b, x_b)  # window 3
             compute_a = _experts(parts, a, shared_first=False)
-            sent_b, computed_a, cache = _beside(ways, routed_b, compute_a, sent_a, cache)
+            sent_b, computed_a, cache = _beside(exchanges, routed_b, compute_a, sent_a, cache)
 
-            ways = parts.combine_stages(a, x_a)
+            exchanges = parts.combine_stages(a, x_a)  # window 4
             compute_b = _experts(parts, b, shared_first=True)
-            returned_a, computed_b, cache = _beside(ways, computed_a, compute_b, sent_b, cache)
+            returned_a, computed_b, cache = _beside(exchanges, computed_a, compute_b, sent_b, cache)
             counts.append(jax.tree.map(jnp.add, counts_a, counts_b))
             before_a, before_b = a, b
         return (returned_a, computed_b, cache, index + 1), counts
@@ -142,6 +142,7 @@ def run_in_halves(
     x_a, counts_a = parts.add(a, returned_a)
     x_b, counts_b = parts.receive(b, computed_b)
     last = jax.tree.map(jnp.add, counts_a, counts_b)
+    # A layer's counts are known during the next layer: drop the first, which belong to no layer, and append the last layer's.
     counts = jax.tree.map(lambda some, last: jnp.concatenate([some[1:], last[None]]), by_layer([counts]), last)
     return jnp.concatenate([x_a, x_b], axis=1)[:, np.argsort(halves.places)], cache, counts
 
@@ -164,14 +165,11 @@ Work = Callable[[Any, Cache], tuple[Any, Cache]]
 
 
 def _beside(ways: Sequence[Callable[[Any], Any]], travels: Any, works: tuple[Work, Work], value: Any, cache: Cache):
-    """Run one or two exchanges of ``travels``, overlapped with two works on ``value``: one work per exchange, or both with a single one.
-
-    Returns the exchanged ``travels``, the value and the cache.
-    """
-    turns = [(way, [work]) for way, work in zip(ways, works, strict=False)] if len(ways) > 1 else [(ways[0], works)]
-    for way, beside in turns:
-        arrived = way(travels)
-        for work in beside:
+    """Run one exchange beside both works, or two exchanges beside one each. Return the exchanged ``travels``, the value and the cache."""
+    windows = [(way, [work]) for way, work in zip(ways, works, strict=False)] if len(ways) > 1 else [(ways[0], works)]
+    for exchange, works_beside in windows:
+        arrived = exchange(travels)
+        for work in works_beside:
             value, cache = work(value, cache)
         travels, value, cache = _hold(arrived, value, cache)
     return travels, value, cache

@@ -31,8 +31,8 @@ KEEP_ALIVE_SECONDS = 75
 """Keep-alive timeout in seconds, longer than those of clients (httpx 5, aiohttp 15, nginx 60). If the server closed the connection
 first, a request sent at that moment would be lost, and clients do not retry a POST. uvicorn's default is 5."""
 
-YOUNG_OBJECTS = 20_000
-SWITCH_SECONDS = 0.0005
+YOUNG_OBJECTS = 20_000  # see `tune_interpreter`
+SWITCH_SECONDS = 0.0005  # see `tune_interpreter`
 
 
 class _StoppedError(Exception):
@@ -47,17 +47,16 @@ class Server(uvicorn.Server):
     at once. A signal during the warm-up stops the server after the current program, or after `shutdown_timeout` seconds.
 
     Args:
-        warm_up: compiles shapes in a thread. It receives a function to call between two shapes, which raises if the server is
-            shutting down. `serve_on` re-raises its other errors. It may return a function with the same argument that compiles the
-            remaining shapes in the same thread while requests are served.
+        warm_up: `warm_up(check)` compiles shapes in a thread and calls `check()` between two shapes, which raises if the server is
+            shutting down. `serve_on` re-raises its other errors. To serve before all shapes are compiled, `warm_up` returns a function
+            `rest`: the thread then runs `rest(check)`, which compiles the remaining shapes while requests are served.
         on_ready: called once requests are admitted.
         on_signal: called in the handler of the first signal.
-        before_exit: called with the exit code if the process must skip Python's normal exit because a thread hangs in a step or a
-            compilation.
+        before_exit: called with the exit code before `os._exit`, which replaces Python's exit if a thread hangs in a step or a compilation.
         before_routes: see `create_app`.
     """
 
-    _for_clients = True
+    _for_clients = True  # False behind front ends: its private socket has no TLS
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class Server(uvicorn.Server):
         self._shutdown_timeout = shutdown_timeout
         self._warm_up = warm_up
         self._warm_up_error: BaseException | None = None
-        self._warming = self._can_serve = False
+        self._warming = self._can_serve = False  # changed by the warm-up thread
         self._on_ready, self._on_signal = on_ready, on_signal
         self._before_exit = before_exit
         self._watchdog: Watchdog | None = None
@@ -135,12 +134,13 @@ class Server(uvicorn.Server):
         self._on_ready()
 
     def _run_warm_up(self) -> None:
+        """Run `warm_up`, and then what it returns. Only an error of the first keeps the server from serving."""
         try:
-            rest = self._warm_up(self._raise_if_stopped)
-            self._serving.compiling = rest is not None
+            compile_rest = self._warm_up(self._raise_if_stopped)
+            self._serving.compiling = compile_rest is not None
             self._can_serve = True
-            if rest is not None:
-                rest(self._raise_if_stopped)
+            if compile_rest is not None:
+                compile_rest(self._raise_if_stopped)
         except _StoppedError:
             pass
         except BaseException as error:
@@ -159,7 +159,7 @@ class Server(uvicorn.Server):
         """Drain on the first signal; stop at once on the second."""
         if not self.should_exit:
             self._on_signal()
-        self.force_exit = self.should_exit
+        self.force_exit = self.should_exit  # already stopping, or the second signal
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -221,7 +221,6 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
     """Listen at an address. Called before the model is loaded, so that a port in use is reported at once. Port 0: any free port.
 
     The socket listens at once, because binding alone does not reserve a port: another process could bind it too and listen first.
-
     shared: allow more sockets of this process at the address.
 
     Raises:

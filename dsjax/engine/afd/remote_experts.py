@@ -34,13 +34,13 @@ _log = logging.getLogger(__name__)
 
 
 class RemoteExperts(Side):
-    """Links to the expert processes, each of which has a run of consecutive expert devices. Calls to all run concurrently.
+    """The expert backend in other processes. Each process has consecutive expert devices; calls to all processes run concurrently.
 
     Each attention process has its own ``RemoteExperts``, and sends the rows of its own devices.
 
     Args:
-        addresses: ``HOST:PORT`` of the processes, in the order of their devices. patience: see ``ExpertLink``.
-        attention: the processes of the attention side; all make the same calls. space, change: see ``Open``.
+        addresses: ``HOST:PORT`` of the processes, in the order of their devices. waits: see ``Side``. patience: see ``ExpertLink``.
+        attention: the processes of the attention side; all make the same calls. space (compatibility fingerprint), change: see ``Open``.
         placement: ``[MoE layers, slots]``; a restarted process reads these experts from the checkpoint.
     """
 
@@ -83,28 +83,29 @@ class RemoteExperts(Side):
         return Open(self._space, placement, attention.name, first, attention.epoch, *process, self.change)
 
     def stage(self, row: int, moves: Sequence[tuple[int, int]]) -> None:
-        """Make the processes send experts of a layer to their next devices. Calls do not depend on it, so only the leader requests it."""
+        """Make the processes send experts of a layer to their next devices. Only the leader requests it: calls do not depend on it."""
         if self.attention.is_leader:
-            self._everywhere(STAGE, Stage(row, np.array(moves, "<i4").tobytes()))
+            self._request_all(STAGE, Stage(row, np.array(moves, "<i4").tobytes()))
 
     def place(self, row: int, experts: np.ndarray) -> None:
         """Make the slots of a layer hold these logical experts in all processes. A process that restarts meanwhile loads the new placement.
 
-        Only the leader requests it, when all attention processes have the answers to earlier calls (``WayToProcesses.returned``). All wait.
+        Only the leader sends the request, after all attention processes have the answers to earlier calls (``WayToProcesses.returned``).
+        All attention processes wait until it is done.
         """
         placement = self.placement.copy()
         placement[row] = experts
         self.placement = placement
         try:
             if self.attention.is_leader:
-                self._everywhere(PLACE, Place(row, experts.astype("<i4").tobytes()))
+                self._request_all(PLACE, Place(row, experts.astype("<i4").tobytes()))
             self.attention.arrive(0)
             self.attention.wait(0)
         except BaseException:
             self.give_up()
             raise
 
-    def _everywhere(self, service: str, body: Compile | Stage | Place) -> None:
+    def _request_all(self, service: str, body: Compile | Stage | Place) -> None:
         """Send a request to all processes concurrently and wait for all answers."""
         for done in [link.ask(service, body) for link in self.links]:
             _result(done)
@@ -117,10 +118,10 @@ class RemoteExperts(Side):
     def way(self, through: LayerPass) -> WayToProcesses:
         """Make all expert processes compile for the rows of a pass, concurrently."""
         between = through.between()
-        here = jax.process_index()
-        own = [place for place, device in enumerate(between.mesh.devices.flat) if device.process_index == here]
-        self._everywhere(COMPILE, Compile(through.stack, between.tokens, between.senders * between.capacity))
-        return WayToProcesses(self, through.stack, between, np.array(own))
+        process = jax.process_index()
+        indices = [index for index, device in enumerate(between.mesh.devices.flat) if device.process_index == process]
+        self._request_all(COMPILE, Compile(through.stack, between.tokens, between.senders * between.capacity))
+        return WayToProcesses(self, through.stack, between, np.array(indices))
 
     def close(self) -> None:
         """Close the links to the experts and end their threads. The links between attention processes stay open."""
@@ -147,39 +148,39 @@ class WayToProcesses:
 
     def call(self, rows: Sequence[Array], counts: OnHost, layer: int, r: int = 0) -> list[_CallOfPart]:
         """Start sending each process its rows. All attention processes number their calls identically."""
-        begun, number = [], next(self.side.numbers_of_calls)
+        calls, number = [], next(self.side.numbers_of_calls)
         for part, link in enumerate(self.side.links):
-            one = _CallOfPart(self, layer, part, r, number, rows[part], counts)
-            one.done = link.begin(one.prepare)
-            begun.append(one)
-        return begun
+            call = _CallOfPart(self, layer, part, r, number, rows[part], counts)
+            call.done = link.begin(call.prepare)
+            calls.append(call)
+        return calls
 
     def returned(self, away: list[_CallOfPart]) -> tuple[list[Array], int]:
-        """Wait until all attention processes have their answers, and copy this process's answers to the token devices.
+        """Wait until all attention processes have their answers. Return the own ones on the devices, and the most rounds of any process.
 
-        The barrier is needed because an expert process that dies may have answered only some of them. It overlaps with the copy.
+        The barrier is needed because an expert process that dies may have answered only some processes. The copy overlaps with it.
 
         Raises:
             RuntimeError: the experts cannot compute the call, or another attention process has exited or failed.
         """
-        for one in away:
-            _result(one.done)
+        for call in away:
+            _result(call.done)
         own_rounds = rounds_of(self.between, away[0].counts)
         self.side.attention.arrive(own_rounds)
-        described = self.between.described_returns
-        arrays = [put_own_parts(one.in_cells(), like) for one, like in zip(away, described, strict=True)]
+        expected = self.between.described_returns
+        arrays = [put_own_parts(call.in_cells(), like) for call, like in zip(away, expected, strict=True)]
         return arrays, self.side.attention.wait(own_rounds)
 
 
 @dataclass(eq=False)
 class _CallOfPart:
-    """Rows for one process and its answers: filled cells, sorted by expert device, token device and place."""
+    """One call to one expert process, and its answers. Only filled cells travel, sorted by expert device, token device and place."""
 
     way: WayToProcesses
-    layer: int
-    part: int
-    r: int
-    number: int
+    layer: int  # index in the stack
+    part: int  # index of the expert process
+    r: int  # number of the round
+    number: int  # the same in all attention processes
     rows: Array  # from ``Between.pack``; the link's thread waits for them in ``prepare``
     counts: OnHost  # likewise
     done: Future[None] | None = None  # resolves when the answers have arrived
@@ -188,28 +189,28 @@ class _CallOfPart:
         """Gather the filled cells from the rows of this process's devices."""
         way, between = self.way, self.way.between
         devices, C, wire = between.part_devices, between.capacity, between.wire
-        of_part = self.counts.values[:, self.part * devices : (self.part + 1) * devices].T
-        filled = np.zeros((devices, between.senders), "<i4")
-        filled[:, way.own] = np.clip(of_part - self.r * C, 0, C)
-        e, self._senders, c = np.nonzero(np.arange(C) < filled[:, :, None])
-        self._cells = e * C + c
-        sent = np.empty((len(e), wire.row_words), wire.word)
-        for sender, rows in zip(way.own, own_parts(self.rows), strict=True):
-            own = self._senders == sender
-            sent[own] = np.asarray(rows)[self._cells[own]]
-        self._answers = np.empty((len(e), between.columns, wire.width), wire.dtype)
+        counts_of_part = self.counts.values[:, self.part * devices : (self.part + 1) * devices].T
+        filled = np.zeros((devices, between.senders), "<i4")  # filled cells of round r
+        filled[:, way.own] = np.clip(counts_of_part - self.r * C, 0, C)
+        device, self._senders, c = np.nonzero(np.arange(C) < filled[:, :, None])
+        self._cells = device * C + c  # index in a sender's array of packed rows
+        filled_rows = np.empty((len(device), wire.row_words), wire.word)
+        for sender, packed in zip(way.own, own_parts(self.rows), strict=True):
+            from_sender = self._senders == sender
+            filled_rows[from_sender] = np.asarray(packed)[self._cells[from_sender]]
+        self._answers = np.empty((len(device), between.columns, wire.width), wire.dtype)
         call = Call(way.stack, self.layer, between.tokens, between.senders * C, filled.tobytes(), self.number)
-        return call, sent, self._answers
+        return call, filled_rows, self._answers
 
     def in_cells(self) -> list[np.ndarray]:
         """Return the answers for each device of this process in the cells that ``Between.add`` reads; other cells are zero."""
-        between, found = self.way.between, []
+        between, by_device = self.way.between, []
         for sender in self.way.own:
-            own = self._senders == sender
+            from_sender = self._senders == sender
             answers = np.zeros((between.part_devices * between.capacity, *self._answers.shape[1:]), self._answers.dtype)
-            answers[self._cells[own]] = self._answers[own]
-            found.append(answers.reshape(-1, between.wire.width))
-        return found
+            answers[self._cells[from_sender]] = self._answers[from_sender]
+            by_device.append(answers.reshape(-1, between.wire.width))
+        return by_device
 
 
 class RemoteExpertsPart(DevicePart):
@@ -218,7 +219,7 @@ class RemoteExpertsPart(DevicePart):
     With several attention processes, all of them carry out the command between the same two steps. Either all continue with the new
     side, or all stay with the current one.
 
-    another: ``(command, device, side) -> (model, side)``; the new side has the command's experts and is not connected yet.
+    another: makes the new side, ``(command, device, current side) -> (model, side)``, with the command's experts but not yet connected.
     """
 
     def __init__(
@@ -226,7 +227,7 @@ class RemoteExpertsPart(DevicePart):
         device: DeviceAccess,
         another: Callable[[ConnectExperts, DeviceAccess, RemoteExperts], tuple[ModelStep, RemoteExperts]],
     ):
-        self._device, self._another = device, another
+        self._device, self._make_side = device, another
 
     def register(self, table: CommandTable) -> None:
         """Register the command that connects to another side."""
@@ -246,17 +247,17 @@ class RemoteExpertsPart(DevicePart):
 
     def _connect(self, pending: Pending, command: ConnectExperts) -> Running:
         pending.error = self._change_to(command)
-        yield from ()
+        yield from ()  # no program runs
 
     def _change_to(self, command: ConnectExperts) -> str | None:
         """Connect and compile. Return the reason why the current side stays, or None if the new side has taken over."""
-        device, before = self._device, self._side
-        model, after = self._another(command, device, before)
-        attention, error, programs = before.attention, None, None
+        device, current = self._device, self._side
+        model, new = self._make_side(command, device, current)
+        attention, error, programs = current.attention, None, None
         try:
             try:
-                after.connect()
-                programs = device.programs.with_experts(model, after)
+                new.connect()
+                programs = device.programs.with_experts(model, new)
             except (UserError, RuntimeError, ValueError) as caught:
                 error = str(caught) if isinstance(caught, UserError) else f"{type(caught).__name__}: {caught}"
                 _log.warning("The current expert processes stay, because the new ones cannot take over: %s", error)
@@ -265,5 +266,5 @@ class RemoteExpertsPart(DevicePart):
                 return error or "another attention process could not connect to them"
             device.replace_programs(model, programs)
         finally:
-            (after if self._side is before else before).close()
+            (new if self._side is current else current).close()
         return None

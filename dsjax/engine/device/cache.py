@@ -18,18 +18,19 @@ HOST_CACHE_BYTES = 2 << 30
 
 
 def bytes_per_page(step: ModelStep, table: Table = "context") -> int:
-    """Return the bytes of one page of this kind, all layers, on one device; 0 if no layer has such pages."""
+    """Return the bytes of one page of one kind, over all layers, on one device; 0 if no layer has such pages."""
     return sum(group.device_page_bytes(step.spec.tp_size) for group in step.cache_groups if group.table == table)
 
 
 def with_kept_windows(step: ModelStep, pages: int, held: int) -> int:
-    """Return the number of window pages of a DP rank with ``pages`` other pages: ``held`` for requests, plus pages kept for reuse."""
-    window = bytes_per_page(step, "window")
+    """Return the number of window pages of a DP rank with ``pages`` context pages: ``held`` for requests, plus those kept for reuse."""
+    # Kept windows take the share ``KEPT_WINDOWS`` of the bytes of context pages and kept windows together.
+    window = bytes_per_page(step, "window")  # bytes of a window page
     return held + int(KEPT_WINDOWS / (1 - KEPT_WINDOWS) * pages * bytes_per_page(step) / window) if window else 0
 
 
 def pages_that_fit(step: ModelStep, wanted: int, pool: Pool | None = None, held_windows: int = 0) -> int:
-    """Return the number of pages of a DP rank: ``wanted``, or the number that fits in memory next to window pages if that is smaller.
+    """Return the number of context pages of a DP rank: ``wanted``, or as many as fit in memory next to the window pages if fewer fit.
 
     pool: memory of an accelerator; None on the CPU platform. held_windows: ``held`` of ``with_kept_windows``.
 
@@ -38,13 +39,13 @@ def pages_that_fit(step: ModelStep, wanted: int, pool: Pool | None = None, held_
     """
     stages = step.stage.count if step.stage else 1
     room = HOST_CACHE_BYTES // (step.spec.num_devices * stages) if pool is None else pool.room
-    each, windows = bytes_per_page(step), held_windows * bytes_per_page(step, "window")
-    kept = 1 - KEPT_WINDOWS if windows else 1
-    pages = min(wanted, int((room - windows) * kept / each) if each else wanted if room >= windows else 0)
+    each, held_bytes = bytes_per_page(step), held_windows * bytes_per_page(step, "window")
+    share = 1 - KEPT_WINDOWS if held_bytes else 1  # of the context pages
+    pages = min(wanted, int((room - held_bytes) * share / each) if each else wanted if room >= held_bytes else 0)
     if pages < 2:
-        left = "" if pool is None else f" ({pool})"
+        pool_text = "" if pool is None else f" ({pool})"
         raise UserError(
-            f"the cache has room for {max(pages, 0)} pages of {each} bytes a device, expected at least 2{left}; "
+            f"the cache has room for {max(pages, 0)} pages of {each} bytes a device, expected at least 2{pool_text}; "
             "use a mesh of more devices, FP8 weights (--weights fp8), an FP8 cache (--kv-cache-dtype fp8), "
             + ("" if pool is None else "a higher --gpu-memory-utilization, a smaller --max-num-batched-tokens, ")
             + "or a smaller --page-size"
@@ -86,12 +87,12 @@ def describe(step: ModelStep, pages: int, windows: int = 0) -> dict[str, jax.Sha
     """
     described, platform = {}, step.mesh.devices.flat[0].platform
     for group in step.cache_groups:
-        own = windows if group.table == "window" else pages
-        lead = (len(group.layers), step.spec.dp_size * own, group.entries)
+        num_pages = windows if group.table == "window" else pages
+        leading = (len(group.layers), step.spec.dp_size * num_pages, group.entries)
         spec = P(None, step.spec.batch_axes, None, step.spec.head_axes if group.by_head else None)
         sharding = NamedSharding(step.mesh, spec)
         described |= {
-            name: jax.ShapeDtypeStruct((*lead, *width), storage_dtype(dtype, platform), sharding=sharding)
-            for name, (width, dtype) in group.arrays.items()
+            name: jax.ShapeDtypeStruct((*leading, *entry_shape), storage_dtype(dtype, platform), sharding=sharding)
+            for name, (entry_shape, dtype) in group.arrays.items()
         }
     return described

@@ -14,7 +14,7 @@ from dsjax.messaging import Request
 
 
 class LaunchMessage(msgspec.Struct, frozen=True, array_like=True, tag="launch"):
-    """Execute a command after `collected` results have been collected, counted from the start."""
+    """Execute a command once `collected` results have been collected since the start of the mesh epoch, as on process 0."""
 
     collected: int
     command: Command
@@ -27,7 +27,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, tag="record"):
 
 
 class ReadRecord(msgspec.Struct, frozen=True, array_like=True, tag="read record"):
-    """Read the experts' counts after `collected` results have been collected. A process may have to send its counts to process 0."""
+    """Read the experts' counts, `collected` as in `LaunchMessage`. A process may have to send its counts to process 0."""
 
     collected: int
 
@@ -57,37 +57,34 @@ PULLED = "pulled"
 
 
 class Pulled(msgspec.Struct, frozen=True, array_like=True):
-    """The outcome of a chunk pulled by one process, in a generation (mesh epoch)."""
+    """The outcome of a chunk pulled by one process, in a mesh epoch (generation)."""
 
     generation: int
     chunk: PulledChunk
 
 
 class Landings:
-    """Joins the outcomes of chunks that several processes pull, each for its devices of a rank. Reports a chunk when it has them all.
-
-    processes: by rank, the processes that have devices of the rank.
-    """
+    """Combines the pulls of a chunk by all processes of its DP rank (`processes[rank]`): reports it once all have; ok if all succeeded."""
 
     def __init__(self, processes: Sequence[Sequence[int]], report: Callable[[PulledChunk], None]):
-        self._processes, self._report = processes, report
-        self._heard: dict[tuple[int, int, int], list[bool]] = {}
+        self._processes_of_rank, self._report = processes, report
+        self._heard: dict[tuple[int, int, int], list[bool]] = {}  # whether each pull succeeded
         self._lock = threading.Lock()
 
     def enter(self, chunk: PulledChunk) -> None:
-        """Record that one process has pulled a chunk or failed to. Thread-safe."""
+        """Enter the result of one process's pull. Thread-safe."""
         key = chunk.rank, chunk.link, chunk.number
         with self._lock:
-            heard = self._heard.setdefault(key, [])
-            heard.append(chunk.ok)
-            if len(heard) < len(self._processes[chunk.rank]):
+            pulls = self._heard.setdefault(key, [])
+            pulls.append(chunk.ok)
+            if len(pulls) < len(self._processes_of_rank[chunk.rank]):
                 return
             del self._heard[key]
-        self._report(chunk._replace(ok=all(heard)))
+        self._report(chunk._replace(ok=all(pulls)))
 
 
 class LeaderExecutor(ExecutorWrapper):
-    """An executor that broadcasts each command to the other processes of a generation, and then executes it itself.
+    """An executor that broadcasts each command to the other processes of its mesh epoch, and then executes it itself.
 
     collected: number of results collected, or skipped for a later one. After a `GroupError`, launch nothing more.
     """
@@ -96,8 +93,8 @@ class LeaderExecutor(ExecutorWrapper):
         super().__init__(inner)
         self.group = group
         self._epoch = group.epoch
-        self.collected = self._launched = 0  # count commands with collected results
-        self._places: dict[Any, int] = {}  # ordinal of each result still to be collected, from 1 on
+        self.collected = self._launched = 0  # numbers of commands for which `is_collected`
+        self._places: dict[Any, int] = {}  # of each result not collected yet, its number from 1 on
 
     def launch(self, command: Command) -> Any:
         """Broadcast and launch a command."""
@@ -110,7 +107,7 @@ class LeaderExecutor(ExecutorWrapper):
                 self._places[pending] = self._launched
             return pending
         except (GroupError, RuntimeError):
-            raise  # fatal for this generation; the caller knows whether another one follows
+            raise  # fatal for this mesh epoch; the caller knows whether another one follows
         except BaseException as error:
             # The others execute the command and this process has not, so their states differ from now on.
             self.group.leave(f"a command could not be launched ({type(error).__name__})")
@@ -162,6 +159,7 @@ class LeaderExecutor(ExecutorWrapper):
         self.group.command(self._epoch, _encoder.encode(message))
 
     def _inner(self, method: Any, *arguments: Any) -> Any:
+        """Call the inner executor. If it fails because a process is lost, raise that as a `GroupError`."""
         try:
             return method(*arguments)
         except RuntimeError as error:

@@ -19,7 +19,7 @@ from dsjax.errors import UserError
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt encoded by the model's own tokenizer. Its token ids are neither checked nor copied."""
+    """A prompt encoded by the model's tokenizer. Its ids are not copied, and checked only if the tokenizer has more ids than the model."""
 
     token_ids: list[int]
 
@@ -44,9 +44,9 @@ class PreparedRequest:
 
 
 class InputProcessor:
-    """Creates requests. Its only state is a generator of seeds, for requests without one, and the current scheduler config.
+    """Creates requests. Mutable state: the scheduler config, and a random generator of seeds for requests that have none.
 
-    seed: of the generator. compiles_grammars: False in a front end, where the engine's process compiles them.
+    seed: of that generator. compiles_grammars: False in a front end, because the engine's process compiles them.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class InputProcessor:
         self._tokenizer, self.config = tokenizer, scheduler_config
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
-        self._own_ids_fit = tokenizer is not None and tokenizer.vocab_size <= vocab_size
+        self._tokenizer_ids_fit = tokenizer is not None and tokenizer.vocab_size <= vocab_size
         self._seeds = random.Random(seed)
         self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids) if compiles_grammars else None
 
@@ -85,7 +85,7 @@ class InputProcessor:
     ) -> PreparedRequest:
         """Validate a request and hash its pages, to keep this work out of the engine's thread.
 
-        seed: from `draw_seed`, for a request without a seed; None: draw one here, which is not thread-safe.
+        seed: used if `params` has none. None: draw one here, which is not thread-safe (the caller may use `draw_seed`).
 
         Raises:
             PromptError: an empty prompt, a token id outside the vocabulary, text without a tokenizer.
@@ -107,9 +107,9 @@ class InputProcessor:
         if params.seed is not None:
             seed = params.seed
         base_seed = self.draw_seed() if seed is None else seed
-        others = options
-        if params.n > 1 and options.prefill is not None:  # only the first one gets the transfer in progress
-            others = replace(options, prefill={**options.prefill, "transfer": None})
+        other_options = options
+        if params.n > 1 and options.prefill is not None:  # only the first completion gets the transfer in progress
+            other_options = replace(options, prefill={**options.prefill, "transfer": None})
         completions = [
             Request(
                 request_id=request_id if params.n == 1 else f"{index}_{request_id}",
@@ -120,7 +120,7 @@ class InputProcessor:
                 seed=(base_seed + index) % 2**64,
                 stop_ids=stop_ids,
                 arrival_time=arrival_time,
-                options=options if index == 0 else others,
+                options=options if index == 0 else other_options,
                 rules=rules[index],
             )
             for index in range(params.n)
@@ -136,17 +136,15 @@ class InputProcessor:
     ) -> list[LogitRules | None]:
         """Return the logit rules of each of the `n` completions; None if only seed, temperature and truncation matter.
 
-        Thread-safe. Compiling a grammar takes up to about 20 ms, so a server calls this outside its event loop.
+        Thread-safe. Compiling a grammar takes up to about 20 ms, so a server calls this outside its event loop. Errors: see `prepare`.
 
-        stop_ids: tokens masked before `min_tokens`. prompt: its tokens, which may end inside the reasoning.
-
-        Raises a `SamplingError` like `prepare`.
+        stop_ids: tokens masked until the output has `min_tokens` tokens. prompt: its token ids, which may end inside the reasoning.
         """
         _check_token_ids(params, self.vocab_size)
         structured = params.structured_outputs
-        plain = not (params.penalises or params.logit_bias or params.bad_words or params.min_tokens)
-        plain = plain and params.allowed_token_ids is None and params.thinking_token_budget is None
-        if plain and structured is None:
+        needs_no_rules = not (params.penalises or params.logit_bias or params.bad_words or params.min_tokens)
+        needs_no_rules = needs_no_rules and params.allowed_token_ids is None and params.thinking_token_budget is None
+        if needs_no_rules and structured is None:
             return [None] * params.n
         bad_words = bad_word_runs(params.bad_words, self._tokenizer)
         compiler = self._grammars
@@ -172,7 +170,7 @@ class InputProcessor:
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         text: str | None = None
-        is_ours = False
+        is_own_encoding = False
         if isinstance(prompt, Mapping):
             prompt_keys = {"prompt", "prompt_token_ids"} & prompt.keys()
             if len(prompt_keys) != 1 or len(prompt) != 1:
@@ -188,15 +186,15 @@ class InputProcessor:
                 raise PromptError("the prompt is text, but this model has no tokenizer; give prompt_token_ids")
             text = prompt
             token_ids = self._tokenizer.encode(prompt)
-            is_ours = True
+            is_own_encoding = True
         elif isinstance(prompt, EncodedPrompt):
             token_ids = prompt.token_ids
-            is_ours = True
+            is_own_encoding = True
         elif isinstance(prompt, Iterable) and not isinstance(prompt, bytes | bytearray | Mapping | Set):
             token_ids = list(prompt)
         else:
             raise PromptError(f"the prompt is {prompt!r}, expected text, token ids, or a mapping with one of them")
-        for position, token_id in enumerate(() if is_ours and self._own_ids_fit else token_ids):
+        for position, token_id in enumerate(() if is_own_encoding and self._tokenizer_ids_fit else token_ids):
             if type(token_id) is not int:
                 token_id = token_ids[position] = plain(token_id)
             # Check here: a device would silently clamp an invalid id.

@@ -13,13 +13,13 @@ from dsjax.engine.transfer.messages import Chunk
 from dsjax.engine.transfer.transport import Shapes, Transport, shapes_of
 
 _TICKET_BYTES = 8
-"""JAX's transfer server takes unsigned 64-bit numbers."""
+"""JAX's transfer server identifies a transfer by an unsigned 64-bit number."""
 
 
 class JaxTransport(Transport):
     """Transport over `jax.experimental.transfer`, where pulling an unknown number hangs and a chunk stays pinned until it is pulled.
 
-    JAX's server authenticates no clients: each chunk has a random number, its ticket. device: of the sending client. host: its address.
+    JAX's server does not authenticate clients, so it gets a random number for each chunk, the ticket. device, host: of this process.
     """
 
     def __init__(self, device: Any, host: str):
@@ -41,7 +41,7 @@ class JaxTransport(Transport):
         return ticket
 
     def withdraw(self, number: int, chunk: Chunk, *, pulled: bool) -> None:
-        """Drain a chunk that was not pulled by pulling it here, in a thread: if another process pulls it now too, one of them hangs."""
+        """End a publication. Drain a chunk that was not pulled: pull it here, in a thread, which hangs if another process pulls it too."""
         ticket = self._tickets.pop(number)
         if pulled:
             return
@@ -49,15 +49,15 @@ class JaxTransport(Transport):
         start_thread("chunk drain", self.pull, *arguments, name="dsjax-drain")
 
     def pull(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Chunk:
-        """Pull a published chunk from the server at `address`."""
+        """Pull a published chunk from the server at `address`. `number` is unused: the ticket identifies the chunk."""
         sharding = jax.sharding.SingleDeviceSharding(device)
-        described = {name: jax.ShapeDtypeStruct(*shape, sharding=sharding) for name, shape in shapes.items()}
+        expected = {name: jax.ShapeDtypeStruct(*shape, sharding=sharding) for name, shape in shapes.items()}
         try:
             with self._lock:
                 if address not in self._connections:
                     self._connections[address] = self._server.connect(address)
                 connection = self._connections[address]
-            return jax.block_until_ready(connection.pull(int.from_bytes(ticket, "little"), described))
+            return jax.block_until_ready(connection.pull(int.from_bytes(ticket, "little"), expected))
         except BaseException:
             self.disconnect(address)
             raise

@@ -13,30 +13,30 @@ from dsjax.errors import UserError
 
 FORMAT = 1
 FARTHEST = 2.0
-"""An entry applies to matmuls whose rows differ by at most this factor, up or down; others use the default sizes."""
+"""Largest factor, up or down, between the rows of a matmul and of the entry used for it. Without such an entry, default sizes are used."""
 ATTENTION = "latent_attention"
 """Kernel whose tiles have other fields than a matmul's."""
 _POWERS = (16, 32, 64, 128)
-_OF_BOTH = {"rows": _POWERS, "warps": (1, 2, 4, 8, 16), "stages": tuple(range(1, 9))}
-SIZES = {**_OF_BOTH, "columns": _POWERS, "depth": _POWERS, "splits": tuple(range(1, 133))}
-"""Allowed values of each field of a matmul's tile. Sizes are powers of two that Triton accepts and that divide 128."""
-ATTENTION_SIZES = {**_OF_BOTH, "positions": _POWERS}
-"""Allowed values of each field of the attention kernel's tile."""
+_SHARED_SIZES = {"rows": _POWERS, "warps": (1, 2, 4, 8, 16), "stages": tuple(range(1, 9))}
+SIZES = {**_SHARED_SIZES, "columns": _POWERS, "depth": _POWERS, "splits": tuple(range(1, 133))}
+"""Allowed values of each field of a matmul's tile (`ProductTiles`). Sizes are powers of two that Triton accepts and that divide 128."""
+ATTENTION_SIZES = {**_SHARED_SIZES, "positions": _POWERS}
+"""Allowed values of each field of the attention kernel's tile (`AttentionTiles`)."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """Per-device sizes of a matmul or of attention.
+    """A table's key: the per-device sizes of a matmul ``[rows, depth] × [depth, columns]`` or of attention.
 
     For ``latent_attention``, depth is the width of a cache entry, columns the (token, head) pairs per row, weights the cache's dtype and
     rows the rows of the step.
     """
 
     kernel: str  # name in profiles (``dense``, ``experts_gate_up``, ``experts_down``; with FP8 rows ``…_fp8``)
-    depth: int  # the matrix's
-    columns: int  # the matrix's
+    depth: int  # contracted dimension
+    columns: int  # output dimension
     weights: str  # storage dtype of the weights
-    rows: float  # of the matmul, or mean pairs per expert
+    rows: float  # number of tokens; for experts, the mean number of (token, expert) pairs per expert
 
     @property
     def title(self) -> str:
@@ -48,7 +48,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Tuned:
-    """Fastest tile sizes found for a matmul, and its times in seconds with these and with the default sizes."""
+    """Fastest tile sizes found for a matmul, and its times in seconds with ``tiles`` and with the default ones."""
 
     product: Product
     tiles: tuple[tuple[str, int], ...]
@@ -69,12 +69,12 @@ class TileTable:
     entries: tuple[Tuned, ...] = ()
 
     def find(self, product: Product) -> Mapping[str, int] | None:
-        """Return tile sizes for a matmul: those of the same matrix with the nearest number of rows, or None if that is too far."""
+        """Return the tiles of the entry with the same kernel and matrix and the nearest rows. None if there is none within ``FARTHEST``."""
         same = [e for e in self.entries if (e.product.kernel, e.product.depth, e.product.columns, e.product.weights)
                 == (product.kernel, product.depth, product.columns, product.weights)]  # fmt: skip
-        apart = lambda entry: abs(math.log(max(entry.product.rows, 1) / max(product.rows, 1)))  # noqa: E731
-        nearest = min(same, key=apart, default=None)
-        return dict(nearest.tiles) if nearest is not None and apart(nearest) <= math.log(FARTHEST) else None
+        distance = lambda entry: abs(math.log(max(entry.product.rows, 1) / max(product.rows, 1)))  # noqa: E731
+        nearest = min(same, key=distance, default=None)
+        return dict(nearest.tiles) if nearest is not None and distance(nearest) <= math.log(FARTHEST) else None
 
     def with_entry(self, entry: Tuned) -> TileTable:
         """Return a table with this entry, which replaces one for the same matmul."""
@@ -109,6 +109,7 @@ class TileTable:
 
 
 def _entry(path: str | Path, number: int, given: Any) -> Tuned:
+    """Check an entry of a file."""
     try:
         product = Product(
             str(given["kernel"]),

@@ -41,7 +41,7 @@ def _kind(body: Any) -> str:
 
 TokenizeRequest = Annotated[
     Annotated[TokenizeText, Tag("a text")] | Annotated[TokenizeMessages, Tag("a conversation")],
-    Discriminator(_kind),
+    Discriminator(_kind),  # returns the tag of the class to validate
     Body(),
 ]
 
@@ -100,6 +100,7 @@ def _needed(serving: Serving) -> Tokenizer:
 
 
 def _ids(serving: Serving, tokenizer: Tokenizer, body: Any) -> list[int]:
+    """Tokenize a text or a conversation. `prompt.token_ids` has no special tokens besides the chat template's."""
     if isinstance(body, TokenizeText):
         return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     body.check_prompt_fields()
