@@ -20,8 +20,8 @@ from dsjax.dryrun.timeline import Timeline
 MOST_EVENTS = 200_000
 """Number of events up to which loops show every iteration. Further loops show only their first iteration."""
 _PROCESS = 1  # process id
-_CRITICAL_PATH = "critical path"
-THREADS = (COMPUTE, INSIDE, BETWEEN, COPIES, _CRITICAL_PATH)  # in display order
+_CRITICAL = "critical path"
+THREADS = (COMPUTE, INSIDE, BETWEEN, COPIES, _CRITICAL)  # in display order
 
 
 def write_trace(timeline: Timeline, file: Path, title: str) -> None:
@@ -45,7 +45,7 @@ def trace(timeline: Timeline, title: str) -> dict[str, Any]:
     used = {span.thread for span in spans}
     events: list[dict[str, Any]] = [_event("M", None, "process_name", args={"name": title})]
     for order, thread in enumerate(THREADS, 1):
-        if thread in used or thread == _CRITICAL_PATH:
+        if thread in used or thread == _CRITICAL:
             events.append(_event("M", thread, "thread_name", args={"name": thread}))
             events.append(_event("M", thread, "thread_sort_index", args={"sort_index": order}))
     for iteration in timeline.schedule.iterations:
@@ -58,7 +58,7 @@ def trace(timeline: Timeline, title: str) -> dict[str, Any]:
         events_left -= num_events
         for inner, begin, end in _expanded(span, span.begin, events_left >= 0):
             events.append(_operation(timeline, inner, inner.thread, begin, end, index in critical))
-    events += [_operation(timeline, spans[i], _CRITICAL_PATH, spans[i].begin, spans[i].end, critical=True) for i in path]
+    events += [_operation(timeline, spans[i], _CRITICAL, spans[i].begin, spans[i].end, critical=True) for i in path]
     events += _flows(spans)
     return {
         "traceEvents": events,
