@@ -27,8 +27,7 @@ _ADDRESSES = "addresses of chunks"  # name of the all-gather in which each proce
 class FollowerTransfers:
     """The KV transfers of a follower, a process of an engine other than process 0.
 
-    On a prefill engine, it keeps the chunks of its ranks until decode pulls them. On a decode engine, it pulls chunks to its devices and
-    reports each pull to process 0.
+    On a prefill engine, it keeps its ranks' chunks until decode pulls them. On a decode engine, it pulls chunks and reports to process 0.
     """
 
     def __init__(self, args: EngineArgs, group: HostGroup):

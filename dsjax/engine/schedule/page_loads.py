@@ -186,7 +186,7 @@ class PageLoads:
         return bool(holders)
 
     def take(self) -> tuple[list[int], list[int]]:
-        """Take two lists: the pages that receive what the last plan staged, in its order, and the numbers of pages that this plan stages."""
+        """Take two lists: the pages that receive what the last plan staged, in its order, and the numbers of pages that this one stages."""
         places, self._places = self._places, []
         staged, self._staged = self._staged, []
         return places, staged

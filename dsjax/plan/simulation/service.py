@@ -1,7 +1,6 @@
 """Requests of a simulation, the instances that serve them on virtual time, and the prices of their steps.
 
-`SimulatedEngine` runs the engine's own scheduler, for aggregated serving or prefill. `Decoder` is a decode engine that receives KV caches.
-`StepPrices` prices their steps with the planner's step model (`StepModel.step`).
+`SimulatedEngine` runs the engine's own scheduler; `Decoder` is a decode engine. `StepPrices` prices their steps (`StepModel.step`).
 """
 
 import heapq

@@ -17,7 +17,6 @@ class FrontEnd:
     Attributes:
         requests: unfinished engine requests, one per completion, by handle.
         samples: metric samples of its latest snapshot (counters and histograms).
-        is_listening: set when it accepts HTTP connections.
     """
 
     def __init__(self, index: int, process: subprocess.Popen, channel: Channel):
