@@ -61,7 +61,7 @@ class OneRankPlan:
 
 
 def layer_kinds(config: ModelConfig) -> dict[LayerKind, int]:
-    """Return the number of the model's layers of each kind. Kinds that differ only in their `stack` are counted together."""
+    """Return the number of the model's layers of each kind. Kinds that differ only in their `stack` count as one, with stack "layers"."""
     counts = Counter[LayerKind]()
     for kind, count in kinds_of(config.layer_runs):
         counts[replace(kind, stack="layers")] += count
