@@ -16,12 +16,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 WRITABLE_BY_OTHERS = 0o022
-_FOR_OTHERS = 0o077
+_ACCESSIBLE_BY_OTHERS = 0o077
 
 _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0)
-"""A named pipe in place of a file must not block its reader."""
+"""Opening a named pipe that stands in place of a file must not block."""
 
 
 class DistrustedError(PermissionError):
@@ -33,7 +33,7 @@ class OwnedFolder:
 
     Args:
         path: created with mode 0700 if missing.
-        private: whether it must belong to this user (not root), be no symbolic link, and be unreadable for others.
+        private: whether it must belong to this user (not root), be unreadable for others and be no symbolic link. Its parent must exist.
 
     Raises:
         DistrustedError: it belongs to another user, or others can write to it. OSError: it cannot be created or opened.
@@ -46,7 +46,7 @@ class OwnedFolder:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
         self._root = os.open(path, _DIRECTORY | (_NO_FOLLOW if private else 0))
-        self._guard, self._close = threading.Lock(), weakref.finalize(self, os.close, self._root)
+        self._lock, self._close = threading.Lock(), weakref.finalize(self, os.close, self._root)
         try:
             _check(os.fstat(self._root), private)
         except OSError:
@@ -54,18 +54,18 @@ class OwnedFolder:
             raise
 
     def close(self) -> None:
-        """Close the folder. Operations that other threads have begun go on; new ones raise `OSError`."""
-        with self._guard:
+        """Close the folder. Operations that other threads have begun continue; new ones raise `OSError`."""
+        with self._lock:
             self._close()
 
     @contextlib.contextmanager
     def opened(self, *names: str, make: bool = False) -> Iterator[int]:
-        """Open the folder, or one below it along `names`, and yield its descriptor. make: create missing folders.
+        """Open the folder, or the subfolder with the path `names`, and yield its descriptor. make: create missing folders.
 
         Raises:
             OSError: it is missing, not a folder, or not trusted.
         """
-        with self._guard:
+        with self._lock:
             if not self._close.alive:
                 raise OSError(errno.EBADF, "the folder is closed")
             descriptor = os.open(".", _DIRECTORY, dir_fd=self._root)
@@ -74,8 +74,8 @@ class OwnedFolder:
                 if make:
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(name, 0o700, dir_fd=descriptor)
-                above, descriptor = descriptor, os.open(name, _DIRECTORY | _NO_FOLLOW, dir_fd=descriptor)
-                os.close(above)
+                parent, descriptor = descriptor, os.open(name, _DIRECTORY | _NO_FOLLOW, dir_fd=descriptor)
+                os.close(parent)
                 _check(os.fstat(descriptor), False)
             yield descriptor
         finally:
@@ -105,7 +105,7 @@ def write_whole(
 ) -> None:
     """Write a file that only this user can read, under the name `unfinished` until it is complete.
 
-    once: keep an existing file of that name; the new one is synced to disk before it gets the name.
+    once: if the file exists, keep it and discard the new one. A new file is synced to disk before it gets its name.
 
     Raises:
         OSError: it cannot be written; no part of it is left.
@@ -137,7 +137,7 @@ def write_whole(
 def try_lock(name: str | Path, folder: int | None = None) -> int:
     """Open a file, created if missing, lock it without waiting, and return its descriptor.
 
-    Closing the descriptor or ending the process releases the lock. folder: descriptor of the name's folder; None: the name is a path.
+    Closing the descriptor or ending the process releases the lock. folder: descriptor of the folder of `name`; None: `name` is a path.
 
     Raises:
         BlockingIOError: another process, or another part of this one, holds the lock.
@@ -159,12 +159,12 @@ def try_lock(name: str | Path, folder: int | None = None) -> int:
 
 
 def is_trusted(status: os.stat_result) -> bool:
-    """Whether a file or folder belongs to this user or root."""
+    """Whether a file or folder belongs to this user or root. True on systems without user ids."""
     return not hasattr(os, "geteuid") or status.st_uid in (0, os.geteuid())
 
 
 def why_distrusted(path: Path) -> str | None:
-    """Return why another user may have written a file or a folder's entries; None if no other user can have.
+    """Return why another user may have written a file, or the entries of a folder; None if no other user can have.
 
     Raises:
         OSError: the path does not exist.
@@ -185,6 +185,6 @@ def _reason(status: os.stat_result, name: str, private: bool = False) -> str | N
     mode = stat.S_IMODE(status.st_mode)
     if mode & WRITABLE_BY_OTHERS:
         return f"others can write to {name} (mode {mode:04o}); chmod go-w if they have not"
-    if private and mode & _FOR_OTHERS:
+    if private and mode & _ACCESSIBLE_BY_OTHERS:
         return f"others can read {name} (mode {mode:04o})"
     return None

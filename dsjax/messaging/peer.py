@@ -31,7 +31,7 @@ class RefusedError(UserError):
 
 
 class Reply(Future):
-    """Future answer to a request. endpoint: this process's `Endpoint` (its module imports this one)."""
+    """Future answer to a request. endpoint: this process's `Endpoint`, typed `Any` because its module imports this one."""
 
     def __init__(self, endpoint: Any):
         super().__init__()
@@ -51,7 +51,7 @@ class Reply(Future):
 class Request:
     """A request, or a one-way message (`expects_reply` is False), from another process. Any thread may answer, once.
 
-    peer: the sender. body: of the type that the service takes.
+    peer: the sender. body: decoded as the type that the service takes.
     """
 
     __slots__ = ("_number", "body", "expects_reply", "peer", "service")
@@ -84,11 +84,11 @@ class Peer:
     """A connection to another process. Any thread may use it.
 
     Attributes:
-        address: of the other side, for messages.
-        role: authenticated role, one of `ROLES`; `LISTENER` if this process connected.
+        address: of the other process, for error messages.
+        role: authenticated role of the other process, one of `ROLES`; `LISTENER` if this process connected to it.
         lost: whether the connection has ended.
-        socket, prefix: how the other side is reached. Owned by the messaging thread, like `descriptor`.
-        descriptor: of a connection that this process opened.
+        socket, prefix: ZeroMQ socket, which the messaging thread owns, and routing id of the other process (empty if this one connected).
+        descriptor: file descriptor of the TCP connection, set by the messaging thread if this process connected; else -1.
     """
 
     def __init__(self, endpoint: Any, socket: zmq.Socket, prefix: list[bytes], address: str, role: str):
@@ -129,7 +129,7 @@ class Peer:
         self._endpoint.post(lambda: self._endpoint.disconnect(self))
 
     def tcp_info(self) -> bytes:
-        """Return Linux's `struct tcp_info` of a connection that this process opened; empty if unavailable."""
+        """Return Linux's `struct tcp_info` of the connection; empty if unavailable or if the other process connected."""
         if self.descriptor < 0 or self.lost or not hasattr(sockets, "TCP_INFO"):
             return b""
         try:
@@ -139,12 +139,12 @@ class Peer:
             return b""
 
     def say(self, kind: Kind, service: str, number: int, body: Any) -> None:
-        """Send a message of any kind."""
+        """Send a message of any kind. number: of the request that it makes or answers; 0 for a one-way message."""
         frames = [*self.prefix, *encode(kind, service, number, body)]
         self._endpoint.post(lambda: self._endpoint.transmit(self, frames))
 
     def answered(self, kind: Kind, number: int, data: bytes) -> None:
-        """Resolve the `Reply` that an answer belongs to."""
+        """Resolve the `Reply` of request `number`. data: the encoded answer, or the reason of a refusal or failure."""
         with self._lock:
             reply, decoder = self._requests.pop(number, (None, None))
         if reply is None or not reply.set_running_or_notify_cancel():

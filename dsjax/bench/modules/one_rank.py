@@ -1,4 +1,4 @@
-"""Time one of many ranks on one device: its true share of a model's layers, run as in a step, extrapolated to the whole model."""
+"""Time one rank of a deployment on one device: its share of the model's layers, run as in a step, extrapolated to the whole model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class OneRankPlan:
 
     @classmethod
     def of(cls, setting: Setting, ranks: int, batch: int, layers: str) -> OneRankPlan:
-        """Divide the experts over the ranks; take `layers` MoE layers, or with `auto` as many as fit in memory.
+        """Divide the experts over the ranks. Time `layers` MoE layers, or with `auto` as many as fit in memory.
 
         Raises:
             UserError: a model without experts, ranks that do not divide them, or more layers than the model has.
@@ -51,17 +51,17 @@ class OneRankPlan:
         if config.n_routed_experts % ranks:
             raise UserError(f"--one-rank-of is {ranks}, which does not divide {config.n_routed_experts} experts")
         experts = config.n_routed_experts // ranks
-        free = free_memory(setting.step.mesh.devices.flat[0])
-        largest = max(layer_stack(setting, kind, experts, 1).nbytes for kind in layer_kinds(config) if kind.routed)
-        fit = int(MEMORY_SHARE * free // largest)
-        wanted = min(config.num_moe_layers, max(1, fit)) if layers == "auto" else int(layers)
-        if wanted > config.num_moe_layers:
-            raise UserError(f"--layers is {wanted}, and the model has {config.num_moe_layers} layers with experts")
-        return cls(ranks, experts, batch, wanted)
+        free_bytes = free_memory(setting.step.mesh.devices.flat[0])
+        layer_bytes = max(layer_stack(setting, kind, experts, 1).nbytes for kind in layer_kinds(config) if kind.routed)
+        num_fitting = int(MEMORY_SHARE * free_bytes // layer_bytes)
+        num_layers = min(config.num_moe_layers, max(1, num_fitting)) if layers == "auto" else int(layers)
+        if num_layers > config.num_moe_layers:
+            raise UserError(f"--layers is {num_layers}, and the model has {config.num_moe_layers} layers with experts")
+        return cls(ranks, experts, batch, num_layers)
 
 
 def layer_kinds(config: ModelConfig) -> dict[LayerKind, int]:
-    """Return each kind of layer, with "layers" for its stack, and the number of the model's layers of that kind."""
+    """Return the number of the model's layers of each kind. Kinds that differ only in their `stack` count as one, with stack "layers"."""
     counts = Counter[LayerKind]()
     for kind, count in kinds_of(config.layer_runs):
         counts[replace(kind, stack="layers")] += count
@@ -69,7 +69,7 @@ def layer_kinds(config: ModelConfig) -> dict[LayerKind, int]:
 
 
 def layer_name(config: ModelConfig, kind: LayerKind) -> str:
-    """Return the name of a kind of layer in tables, with its attention in models that have several kinds."""
+    """Return the name of a kind of layer in tables, with its attention unless the model has MLA."""
     name = {"dense": "dense layer", "moe": "MoE layer", "hash": "hash-routed layer"}[kind.mlp]
     return name if config.family.has_forms else f"{kind.attention} {name}"
 
@@ -82,7 +82,7 @@ def layer_stack(setting: Setting, kind: LayerKind, experts: int, depth: int) -> 
 
 
 def one_rank_cases(setting: Setting, plan: OneRankPlan, contexts: list[int]) -> Iterator[ModuleCase]:
-    """Yield the launch, the layers of each kind at each context, and the head."""
+    """Yield a case for the launch, for each kind of layer at each context and routing skew, and for the head."""
     config = setting.config
     yield from launch_cases(setting, [plan.batch])
     for context, (kind, count) in itertools.product(contexts, layer_kinds(config).items()):
@@ -99,24 +99,24 @@ def one_rank_cases(setting: Setting, plan: OneRankPlan, contexts: list[int]) -> 
 def _case(
     plan: OneRankPlan, kind: tuple[str, str], shape: AttentionShape, stack: LayerStack, sent: DispatchedTokens | None
 ) -> ModuleCase:
-    """Return the case of a layer at a context. kind: module and variant; sent: input of the rank's experts, None for a dense layer."""
-    config, (flops, other) = shape.setting.config, shape.cost()
-    flops += 2 * 2 * plan.batch * residual_values(config)
-    expert = 6 * config.hidden_size * config.moe_intermediate_size
+    """Return the case of a layer at a context. kind: module and variant. sent: rows sent to the rank's experts; None: a dense layer."""
+    config, (flops, other_bytes) = shape.setting.config, shape.cost()
+    flops += 2 * 2 * plan.batch * residual_values(config)  # two blocks, two FLOPs per multiply-add
+    flops_per_pair = 6 * config.hidden_size * config.moe_intermediate_size
     sizes = {"tokens": plan.batch, "context": shape.cached, "layers": stack.depth}
     if sent is None:
         flops += 6 * plan.batch * config.hidden_size * config.intermediate_size
     else:
-        flops += expert * (sent.pairs + plan.batch * config.n_shared_experts)
+        flops += flops_per_pair * (sent.pairs + plan.batch * config.n_shared_experts)
         sizes |= {"experts": plan.experts, "rows": sent.rows, "pairs": sent.pairs}
-        other += 2 * sent.rows * config.hidden_size * shape.setting.dtype.itemsize
+        other_bytes += 2 * sent.rows * config.hidden_size * shape.setting.dtype.itemsize
     build = partial(_loop, plan, stack, sent, shape)
-    return ModuleCase(*kind, sizes, ModuleWork(flops, stack.layer_bytes, other), stack.nbytes, build)
+    return ModuleCase(*kind, sizes, ModuleWork(flops, stack.layer_bytes, other_bytes), stack.nbytes, build)
 
 
 def _loop(plan: OneRankPlan, stack: LayerStack, sent: DispatchedTokens | None, shape: AttentionShape) -> PreparedCase:
-    """Compile whole layers as in the step: attention, then MLP or experts, each with its norm and residual."""
-    setting, config, connected = shape.setting, shape.setting.config, shape.setting.step.products.residual
+    """Prepare a loop over whole layers, as in the step: attention, then MLP or experts, each with its norm and residual."""
+    setting, config, connection = shape.setting, shape.setting.config, shape.setting.step.products.residual
     inputs = shape.arrays() | {"params": stack.values(setting.seed)}
     inputs["x"] = setting.random((1, plan.batch, *config.streams, config.hidden_size))
     experts = None
@@ -127,35 +127,35 @@ def _loop(plan: OneRankPlan, stack: LayerStack, sent: DispatchedTokens | None, s
         inputs["weights"] = jnp.asarray(sent.weights)
 
     def one_layer(inputs, index, carry):
-        x, cache, turn = carry
-        # Every layer starts from the same input: residuals of thousands of layers would grow without bound.
+        x, cache, cache_layer = carry
+        # Every layer starts from nearly the same input: over thousands of iterations, the residual stream would grow without bound.
         x = inputs["x"] + 1e-3 * jnp.tanh(x)
         params = {path: inputs["params"][path] for path in stack.table.infos}
         block: DecoderLayer = stack.layer(params, index, skip=".experts.")
-        residual = connected(block.attn_residual)
-        read, mix = residual.pre(x)
-        out, cache = shape.attend(block.attn, block.attn_norm(read), inputs, cache, turn)
-        x, residual = residual.post(x, mix, out), connected(block.mlp_residual)
-        read, mix = residual.pre(x)
-        y = block.mlp_norm(read)
+        residual = connection(block.attn_residual)
+        block_input, mix = residual.pre(x)
+        out, cache = shape.attend(block.attn, block.attn_norm(block_input), inputs, cache, cache_layer)
+        x, residual = residual.post(x, mix, out), connection(block.mlp_residual)
+        block_input, mix = residual.pre(x)
+        y = block.mlp_norm(block_input)
         out = block.mlp(y, setting.multiply) if sent is None else _routed(block, y, inputs, params, index)
         x = residual.post(x, mix, out)
-        return x, cache, (turn + 1) % shape.layers
+        return x, cache, (cache_layer + 1) % shape.layers
 
     def _routed(block, y, inputs, params, index):
         """Route the rank's own tokens, apply its experts to the rows that all ranks sent, and add the shared expert."""
         prefix = "moe.experts."
-        stored = {path.removeprefix(prefix): array for path, array in params.items() if path.startswith(prefix)}
-        specs = {name: P() for name in (*stored, "layer")}
-        arguments = (inputs["rows"], inputs["ids"][index], inputs["weights"], stored | {"layer": index})
+        expert_params = {path.removeprefix(prefix): array for path, array in params.items() if path.startswith(prefix)}
+        specs = {name: P() for name in (*expert_params, "layer")}
+        arguments = (inputs["rows"], inputs["ids"][index], inputs["weights"], expert_params | {"layer": index})
 
-        tokens, config = jnp.zeros(y.shape[:-1], jnp.int32), DispatchConfig(report=True)
-        routing = block.moe.router(y, tokens, setting.multiply)
+        token_ids, config = jnp.zeros(y.shape[:-1], jnp.int32), DispatchConfig(report=True)
+        routing = block.moe.router(y, token_ids, setting.multiply)
         out, _ = dispatch(setting.spec, setting.step.mesh, config, *arguments, experts, specs, experts=plan.experts)
-        # The combine returns one row for each row sent, summed from other ranks; the rank's own rows stand in for them.
-        back = jnp.resize(out, (plan.batch, out.shape[-1]))[None]
-        back = back * routing.weights.sum(-1, keepdims=True).astype(back.dtype)
-        return back + block.moe.shared(y, setting.multiply) if hasattr(block.moe, "shared") else back
+        # In a step, combine sums each token's results from all ranks. Here this rank's results, resized to the batch, stand in for them.
+        combined = jnp.resize(out, (plan.batch, out.shape[-1]))[None]
+        combined = combined * routing.weights.sum(-1, keepdims=True).astype(combined.dtype)
+        return combined + block.moe.shared(y, setting.multiply) if hasattr(block.moe, "shared") else combined
 
     carry = (jnp.zeros_like(inputs["x"]), shape.cache(), jnp.int32(0))
     return device_loop(one_layer, inputs, carry, depth=stack.depth, in_step=stack.depth)
@@ -181,14 +181,14 @@ class Extrapolation:
 
 
 def extrapolate(setting: Setting, rows: list[ModuleRow]) -> list[Extrapolation]:
-    """Add up the model's layers, head and launch, for each context and routing of which all kinds of layers were timed."""
+    """Add up the model's layers, head and launch, for each context and routing skew at which every kind of layer was timed."""
     config, steps = setting.config, []
     counts = {layer_name(config, kind): count for kind, count in layer_kinds(config).items()}
     timed = {(row.case.module, row.case.variant, row.case.sizes.get("context")): row.times.median for row in rows}
-    alone = [(name, 1, timed[name, "", None]) for name in ("launch", "head") if (name, "", None) in timed]
+    launch_and_head = [(name, 1, timed[name, "", None]) for name in ("launch", "head") if (name, "", None) in timed]
     for context, variant in itertools.product(sorted({key[2] for key in timed if key[0] in counts}), SKEWS):
-        each = {name: timed.get((name, variant, context), timed.get((name, "", context))) for name in counts}
-        if None not in each.values():
-            parts = [(f"{name}s", counts[name], seconds) for name, seconds in each.items()]
-            steps.append(Extrapolation(variant, context, (*parts, *alone)))
+        layer_seconds = {name: timed.get((name, variant, context), timed.get((name, "", context))) for name in counts}
+        if None not in layer_seconds.values():
+            parts = [(f"{name}s", counts[name], seconds) for name, seconds in layer_seconds.items()]
+            steps.append(Extrapolation(variant, context, (*parts, *launch_and_head)))
     return steps

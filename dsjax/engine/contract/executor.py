@@ -1,4 +1,4 @@
-"""`Executor`: the interface through which the engine computes. No JAX: a mesh, a recording and the tests' fake implement it."""
+"""`Executor`: the interface between the engine and its devices. No JAX: a mesh, a recording and the tests' fake implement it."""
 
 from __future__ import annotations
 
@@ -32,15 +32,13 @@ class RowResult(NamedTuple):
     """Result of a row.
 
     Attributes:
-        token_ids: generated tokens, in order: one, or with drafts the accepted ones and one more. Empty if the row generates none or has
-            failed; then `finite` is False or `error` says why.
-        finite: False if the logits have a NaN or an infinity, which fails the request. Set for every row.
-        scores: one per generated token, if the slot wants log-probabilities.
-        prompt_scores: if requested, one per prompt token that these positions predict: start + 1 … start + length, up to the end of the
-            prompt.
-        error: why the request fails although its logits are finite. kind: the kind of the error, unless it follows from the request's
-            parameters.
-        num_drafts: number of verified drafts. drafts: proposed next, if the slot has a guide, because the host must check them.
+        token_ids: generated tokens, in order: one, or with drafts the accepted ones and one more. Empty if the row samples none. If the row
+            has failed, only the tokens before the failure; then `finite` is False or `error` says why.
+        finite: False if the logits have a NaN or an infinity, which fails the request. Also set for rows that sample no token.
+        scores: one per generated token, if the request wants log-probabilities.
+        prompt_scores: if requested, one per prompt token that the row predicts: start + 1 … start + length, up to the end of the prompt.
+        error: why the request fails although its logits are finite. kind: kind of the error; None: `error_kind` derives it.
+        num_drafts: number of verified drafts. drafts: the next drafts, if the slot has a grammar, because the host must check them.
     """
 
     token_ids: Sequence[int] = ()
@@ -67,15 +65,15 @@ class RankResults(NamedTuple):
 
 @dataclass(frozen=True)
 class ExecutorLimits:
-    """Shapes that an executor has room for, per DP rank. Page 0 of each rank is never allocated.
+    """Sizes that an executor has room for, per DP rank. Page 0 of each rank is never allocated.
 
     Attributes:
-        windows_per_rank: window pages, numbered after the others in commands; the first is never allocated either. 0: the model has none.
+        windows_per_rank: window pages, with numbers after the other pages; the first is never allocated either. 0: the model has none.
         window_columns: entries of a slot's ring of window pages, after its page table. host_windows_per_rank: window pages in host memory.
-        host_pages_per_rank: host pages, for evicted ones. disk_pages: pages on disk, for all ranks; disk_page_bytes: bytes of each.
-        disk_pages_per_window: pages whose room on the disk a window page takes.
-        transfers: whether pages move to or from other engines. moves_pages: whether pages move off the devices at all.
-        num_stages: pipeline stages, and therefore steps that can be computed at the same time.
+        host_pages_per_rank: pages in host memory. disk_pages: pages on disk, for all ranks. disk_page_bytes: bytes of each.
+        disk_pages_per_window: number of disk pages that a window page occupies.
+        transfers: whether pages move to or from other engines. moves_pages: whether any pages leave the devices or come from outside.
+        num_stages: pipeline stages, and therefore the number of steps that can be computed at the same time.
     """
 
     max_rows_decode: int
@@ -104,9 +102,9 @@ class ExecutorLimits:
 
     @property
     def of_programs(self) -> ExecutorLimits:
-        """Limits that compiled programs depend on: those without offload tiers and transfers."""
-        offloading = {"host_pages_per_rank": 0, "host_windows_per_rank": 0, "disk_pages": 0, "disk_page_bytes": 0}
-        return replace(self, **offloading, disk_pages_per_window=1, transfers=False, moves_pages=False)
+        """Limits on which compiled programs depend: offload tiers and transfers are left out."""
+        no_offload = {"host_pages_per_rank": 0, "host_windows_per_rank": 0, "disk_pages": 0, "disk_page_bytes": 0}
+        return replace(self, **no_offload, disk_pages_per_window=1, transfers=False, moves_pages=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,10 +112,10 @@ class ExpertCounts:
     """Expert load and dispatch counters since recording began.
 
     Attributes:
-        tokens_per_expert: `[layers, physical experts]`, MoE layers only; if experts move, counted by slot, whichever expert it held.
-        rows_sent: `[ranks]`, token rows that each device sent to others.
-        logical_load: `[layers, logical experts]`, tokens on any device.
-        physical_to_logical: `[layers, physical experts]`, at the last counted token.
+        tokens_per_expert: `[layers, physical experts]`, tokens of each slot in the MoE layers, whichever logical experts it has held.
+        rows_sent: `[ranks]`, token rows that each device has sent to others.
+        logical_load: `[layers, logical experts]`, tokens of each expert on all devices.
+        physical_to_logical: `[layers, physical experts]`, the expert in each slot at the last counted token.
         rounds: dispatch rounds: the maximum over ranks, summed over layers and launches.
         dispatch_bytes: bytes sent by all devices. padding_share: share of these bytes that is padding; 0 to 1.
     """
@@ -132,10 +130,10 @@ class ExpertCounts:
 
 
 class ExecutorCounts(NamedTuple):
-    """Counters of an executor. num_padding_tokens: token slots without a token in the last step's launches, on all ranks.
+    """Counters of an executor. num_padding_tokens: padding token slots in the last step's launches, on all ranks.
 
-    experts: only while recording is on. Excludes the last launches, because launches are read in batches once a second. With stages in
-    several processes, the result of the last `Executor.expert_counts`.
+    experts: None unless recording is on. Lacks the last launches, because reports are read in batches once a second. With pipeline stages
+    in several processes, the result of the last `Executor.expert_counts`.
     """
 
     num_padding_tokens: int = 0
@@ -144,7 +142,7 @@ class ExecutorCounts(NamedTuple):
 
 
 class Offering(Protocol):
-    """A part of an executor that offers an interface besides commands."""
+    """A part of an executor that offers an interface besides commands, such as `ChunkPort`."""
 
     def extension(self, kind: type[Kind]) -> Kind | None:
         """Return the interface of this type, or None if the part has none."""
@@ -158,9 +156,9 @@ CompileRest = Callable[[Callable[[], None]], None]
 
 
 class Executor(Protocol):
-    """Carries out commands in order.
+    """Executes commands on the devices, in order: `launch` enqueues a command, `collect` returns its result.
 
-    One thread at a time calls it, not always the same one, so each method enters thread-local contexts such as `jax.set_mesh`.
+    Calls come from one thread at a time, not always the same one, so each method enters thread-local contexts such as `jax.set_mesh`.
 
     max_in_flight: steps that may run at once: 1, 2, or the number of stages. With 1, a second step may still be launched: its inputs are
     laid out and sent, and it starts when the first is done.
@@ -200,8 +198,8 @@ class Executor(Protocol):
     def warm_up(self, progress: Progress | None = None, lazily: bool = False) -> CompileRest | None:
         """Compile every program that commands can need.
 
-        lazily: skip programs that few requests need, if each compiles within seconds, and return a function that compiles them while
-        commands run. A command that needs one earlier waits for it. None: no program is left.
+        lazily: skip programs that few requests need and that compile within seconds. Return a function that compiles them while commands
+        run, or None if there are none. A command that needs one earlier waits for its compilation.
         """
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""``ExpertRecorder``: sums of the dispatch counts that steps report while recording is on."""
+"""``ExpertRecorder``: expert load and dispatch counters, summed over the steps of a recording."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from sharding.dispatch import DispatchStatistics
 from sharding.layer_placement import LayerPlacements
 
 _MAX_UNREAD = 64
-"""Maximum number of launches with reports on the devices."""
+"""Maximum number of launches whose reports are still on the devices."""
 _SECONDS = 1.0
-"""Time after which the reports are read."""
+"""Seconds after which the next launch reads the reports from the devices."""
 
 _Size = tuple[int, int]
-"""Token slots per DP rank in one exchange, and exchanges per layer."""
+"""Token slots per DP rank in one exchange, and exchanges per layer (one per micro-batch)."""
 
 
 class ExpertRecorder:
-    """Adds up the dispatch's counts of each step. A new recording has a new recorder.
+    """Sums the counts that dispatch reports in each step. Each recording has a recorder of its own.
 
-    Reports stay on the devices for up to 64 launches or one second. ``counts`` omits these reports; ``read`` reads them first.
+    Reports stay on the devices for up to 64 launches or one second. ``counts`` leaves them there; ``read`` reads them first.
     """
 
     def __init__(self, step: ModelStep):
@@ -38,11 +38,11 @@ class ExpertRecorder:
         self._unread: list[tuple[Mapping[str, Array], _Size, LayerPlacements]] = []
         self._last_read_time = 0.0
         self._placements: LayerPlacements | None = None  # in the last launch that was read
-        # Sums over the launches read: tokens per physical and per logical expert, rows per rank, rounds, payload and wire bytes.
+        # Sums over the launches read: tokens per physical and per logical expert, rows sent per rank, rounds, payload and wire bytes.
         self._sums: list[Any] = [0] * 6
 
     def add(self, reports: Mapping[str, Array], groups: Sequence[GroupShape], placements: LayerPlacements) -> None:
-        """Keep a launch's reports. groups: the launch's row groups on a DP rank; placements: its placement of experts."""
+        """Keep a launch's reports. groups: the launch's row groups on a DP rank. placements: the expert placement that it used."""
         if not reports:
             return
         exchanges = self._step.num_micro_batches(groups)
@@ -75,26 +75,27 @@ class ExpertRecorder:
         unread, self._unread = self._unread, []
         self._last_read_time = time.monotonic()
         reports = jax.device_get([report for report, _, _ in unread])
-        # Launches of one size and placement are evaluated as one launch with more layers.
-        groups: dict[tuple[_Size, int], list[int]] = {}
-        for number, (_, size, placements) in enumerate(unread):
-            groups.setdefault((size, id(placements)), []).append(number)
-        for numbers in groups.values():
-            _, size, placements = unread[numbers[0]]
-            self._enter([reports[number] for number in numbers], size, placements)
+        # Launches of the same size and placement are evaluated together, as one launch with more layers.
+        batches: dict[tuple[_Size, int], list[int]] = {}
+        for index, (_, size, placements) in enumerate(unread):
+            batches.setdefault((size, id(placements)), []).append(index)
+        for indices in batches.values():
+            _, size, placements = unread[indices[0]]
+            self._enter([reports[index] for index in indices], size, placements)
 
     def _enter(self, reports: list[Mapping[str, np.ndarray]], size: _Size, placements: LayerPlacements) -> None:
-        """Add the reports of launches of one size and placement."""
-        more = self._statistics(
+        """Add the reports of launches of the same size and placement to the sums, by layer."""
+        stats = self._statistics(
             {name: np.concatenate([report[name] for report in reports]) for name in reports[0]}, size
         )
-        tokens = more.tokens_per_expert.reshape(len(reports), -1, more.tokens_per_expert.shape[1]).sum(axis=0)
+        tokens = stats.tokens_per_expert.reshape(len(reports), -1, stats.tokens_per_expert.shape[1]).sum(axis=0)
         logical = placements.logical_load(tokens)
-        added = tokens, logical, more.rows_sent_per_rank, more.rounds, more.payload_bytes, more.wire_bytes
-        self._sums = [total + report for total, report in zip(self._sums, added, strict=True)]
+        added = tokens, logical, stats.rows_sent_per_rank, stats.rounds, stats.payload_bytes, stats.wire_bytes
+        self._sums = [total + more for total, more in zip(self._sums, added, strict=True)]
         self._placements = placements
 
     def _statistics(self, counts: Mapping[str, np.ndarray], size: _Size) -> DispatchStatistics:
+        """Return the statistics of counts ``[launches × layers, ...]``. With AFD (``apart``), rows are exchanged between two meshes."""
         step, (slots, exchanges) = self._step, size
         if step.apart is not None:
             shape = step.spec.dp_size, slots

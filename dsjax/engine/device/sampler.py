@@ -1,8 +1,8 @@
-"""Token sampling on the device: greedy sampling inside the step, everything else in small separate programs.
+"""Token sampling on the device. Greedy sampling runs inside the step, everything else in small separate programs.
 
-A request's draw depends only on its own seed, its number of sampled tokens and its own logits: not on its row, its rank or the other
-requests in the batch. Before a draw, the logits are changed in vLLM's order: biases of single tokens, then penalties by counts, then
-token bitmasks.
+A request's draw depends only on its seed, its number of sampled tokens and its logits: not on its row, its rank or the rest of the batch.
+Before a draw, the logits are changed in vLLM's order: logit biases, then penalties, then token bitmasks.
+Shapes: B DP ranks, R rows or J positions of a rank, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ BIASES_PER_POSITION = 64
 
 
 def greedy(logits: Float[Array, "B R V"]) -> Int[Array, "B R"]:
-    """Return the most probable token (the lowest id on ties), or −1 if any logit is not finite.
+    """Return the most probable token (the lowest id on ties), or ``NOT_FINITE`` if any logit is NaN or infinite.
 
-    Uses two plain reductions, because XLA's CPU backend computes ``argmax``, a reduction over pairs, one element at a time.
+    Two plain reductions replace ``argmax``, which XLA's CPU backend computes one element at a time.
     """
-    most = jnp.max(logits, axis=-1)  # NaN if any logit is
-    finite = jnp.isfinite(most) & jnp.isfinite(jnp.min(logits, axis=-1))
-    return jnp.where(finite, _first_equal(logits, most), NOT_FINITE)
+    max_logit = jnp.max(logits, axis=-1)  # NaN if any logit is
+    finite = jnp.isfinite(max_logit) & jnp.isfinite(jnp.min(logits, axis=-1))
+    return jnp.where(finite, _first_equal(logits, max_logit), NOT_FINITE)
 
 
 def _first_equal(logits: Float[Array, "*b V"], most: Float[Array, "*b"]) -> Int[Array, "*b"]:
@@ -102,20 +102,20 @@ def sample(
     Truncation is skipped if no row wants it.
     """
     finite = jnp.isfinite(jnp.max(logits, axis=-1)) & jnp.isfinite(jnp.min(logits, axis=-1))
-    most = jnp.max(changed, axis=-1)
+    max_changed = jnp.max(changed, axis=-1)
     scaled = changed / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[..., None]
-    least = jnp.max(scaled, axis=-1) + jnp.log(rows.min_p)  # log 0 = −∞ keeps all
-    scaled = jnp.where(scaled >= least[..., None], scaled, -jnp.inf)
-    least = jax.lax.cond(
+    threshold = jnp.max(scaled, axis=-1) + jnp.log(rows.min_p)  # log 0 = −∞ keeps all
+    scaled = jnp.where(scaled >= threshold[..., None], scaled, -jnp.inf)
+    threshold = jax.lax.cond(
         ops.truncation, _threshold, lambda scaled, rows: jnp.full(scaled.shape[:-1], -jnp.inf), scaled, rows
     )
-    probs = jax.nn.softmax(jnp.where(scaled >= least[..., None], scaled, -jnp.inf), axis=-1)
+    probs = jax.nn.softmax(jnp.where(scaled >= threshold[..., None], scaled, -jnp.inf), axis=-1)
     tokens = jnp.where(
         rows.temperature > 0,
         _invert(probs, _uniform(rows.seed_high, rows.seed, num_sampled)),
-        _first_equal(changed, most),
+        _first_equal(changed, max_changed),
     ).astype(jnp.int32)
-    tokens = jnp.where(most > -jnp.inf, tokens, NONE_ALLOWED)
+    tokens = jnp.where(max_changed > -jnp.inf, tokens, NONE_ALLOWED)
     return jnp.where(finite, tokens, NOT_FINITE)
 
 
@@ -135,18 +135,18 @@ def _threshold(scaled: Float[Array, "B R V"], rows: SlotSampling) -> Float[Array
     """
     V = scaled.shape[-1]
     k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, V), V)
-    kth = _greatest_with_weight(scaled, jnp.ones(scaled.shape, jnp.int32), k)
-    probs = jax.nn.softmax(jnp.where(scaled >= kth[..., None], scaled, -jnp.inf), axis=-1)
-    least = _greatest_with_weight(scaled, probs, rows.top_p)
+    top_k_logit = _greatest_with_weight(scaled, jnp.ones(scaled.shape, jnp.int32), k)
+    probs = jax.nn.softmax(jnp.where(scaled >= top_k_logit[..., None], scaled, -jnp.inf), axis=-1)
+    top_p_logit = _greatest_with_weight(scaled, probs, rows.top_p)
     # Rounding can make the sum reach 1 before the last token. top-p 1 must still keep all tokens, as without truncation.
-    return jnp.where(rows.top_p >= 1, kth, jnp.maximum(kth, least))
+    return jnp.where(rows.top_p >= 1, top_k_logit, jnp.maximum(top_k_logit, top_p_logit))
 
 
 def _greatest_with_weight(x: Float[Array, "B R V"], weights: Array, enough: Array) -> Float[Array, "B R"]:
     """Return the greatest value v of ``x`` such that the weights of all values ≥ v sum to at least ``enough``; −∞ if there is none."""
     sign = jnp.uint32(1 << 31)
 
-    def key(x):  # has the same order as the floats
+    def key(x):  # as unsigned integers in the same order: all bits of negative floats flipped, else the sign bit
         bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
         return jnp.where(bits & sign != 0, ~bits, bits | sign)
 
@@ -158,19 +158,19 @@ def _greatest_with_weight(x: Float[Array, "B R V"], weights: Array, enough: Arra
         return jnp.where(total >= enough, candidate, threshold)
 
     threshold = jax.lax.fori_loop(0, 32, try_bit, jnp.zeros(x.shape[:-1], jnp.uint32))
-    threshold = jnp.maximum(threshold, key(jnp.float32(-jnp.inf)))
+    threshold = jnp.maximum(threshold, key(jnp.float32(-jnp.inf)))  # −∞ if no value has enough weight
     return jax.lax.bitcast_convert_type(jnp.where(threshold & sign != 0, threshold ^ sign, ~threshold), jnp.float32)
 
 
 def _uniform(high: Int[Array, "B R"], low: Int[Array, "B R"], num_sampled: Int[Array, "B R"]) -> Float[Array, "B R"]:
-    """Return one number in [0, 1) per row, from the two words of its seed and its number of tokens.
+    """Return one number in [0, 1) per row, from its 64-bit seed (two words) and its number of sampled tokens.
 
-    Threefry with key 0 is a permutation of 64 bits, so different seeds give different keys. Below 2³² it is `fold_in(key(0), seed)`.
+    Threefry with key 0 permutes the seeds, so different seeds give different keys. Below 2³² the key is ``fold_in(key(0), seed)``.
     """
 
     def draw(high, low, number):
-        words = threefry_2x32(jnp.zeros(2, jnp.uint32), jnp.stack([high, low]))
-        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), number))
+        key_words = threefry_2x32(jnp.zeros(2, jnp.uint32), jnp.stack([high, low]))
+        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key_words, impl="threefry2x32"), number))
 
     return jax.vmap(jax.vmap(draw))(high, low, num_sampled)
 
@@ -180,8 +180,8 @@ def _invert(probs: Float[Array, "B R V"], uniform: Float[Array, "B R"]) -> Int[A
     cumulative = jnp.cumsum(probs, axis=-1)
     target = uniform[..., None] * cumulative[..., -1:]
     index = jnp.sum(cumulative <= target, axis=-1)
-    last = probs.shape[-1] - 1 - jnp.argmax(probs[..., ::-1] > 0, axis=-1)
-    return jnp.minimum(index, last)
+    last_possible = probs.shape[-1] - 1 - jnp.argmax(probs[..., ::-1] > 0, axis=-1)
+    return jnp.minimum(index, last_possible)
 
 
 def bias_width(num_positions: int) -> int:
@@ -203,10 +203,10 @@ def add_biases(
     first: the token of ``logits[:, 0]``, if the vocabulary is sharded over devices.
     """
     J, V = logits.shape
-    index, token, bits, until = biases.T
-    applies = (index >= 0) & (place[jnp.maximum(index, 0)] < until) & (token >= first) & (token < first + V)
-    at = jnp.where(applies, index, J), jnp.where(applies, token - first, V)  # beyond the end: dropped
-    return logits.at[at].add(jax.lax.bitcast_convert_type(bits, jnp.float32), mode="drop")
+    position, token, bits, until = biases.T
+    applies = (position >= 0) & (place[jnp.maximum(position, 0)] < until) & (token >= first) & (token < first + V)
+    indices = jnp.where(applies, position, J), jnp.where(applies, token - first, V)  # beyond the end: dropped
+    return logits.at[indices].add(jax.lax.bitcast_convert_type(bits, jnp.float32), mode="drop")
 
 
 def penalise(
@@ -236,13 +236,13 @@ def allowed(mask: Int[Array, "J W"], vocab_size: int) -> Bool[Array, "J V"]:
 def counts_along_drafts(
     counts: Int[Array, "J V"], tokens: Int[Array, "J"], number: Int[Array, "J"], most_drafts: int, most: int
 ) -> Int[Array, "J V"]:
-    """Return the token counts before each position, assuming that the earlier drafts of its row were accepted.
+    """Return the token counts before each position samples, as if the drafts of its row up to there were accepted.
 
-    counts: counts of each position's slot. tokens: a row's last token at ``number`` 0, then its drafts.
+    counts: of each position's slot, as in ``penalise``. tokens: a row's last token at ``number`` 0, then its drafts. most: greatest count.
     """
     is_draft = (number > 0)[:, None]
-    own = jnp.where(is_draft, 2 * jax.nn.one_hot(tokens, counts.shape[-1], dtype=counts.dtype), 0)
-    drafted = own
+    own_draft = jnp.where(is_draft, 2 * jax.nn.one_hot(tokens, counts.shape[-1], dtype=counts.dtype), 0)
+    drafts_so_far = own_draft
     for _ in range(most_drafts - 1):
-        drafted = own + jnp.where(is_draft, jnp.roll(drafted, 1, axis=0), 0)
-    return jnp.minimum(counts + drafted, 2 * most + 1)
+        drafts_so_far = own_draft + jnp.where(is_draft, jnp.roll(drafts_so_far, 1, axis=0), 0)
+    return jnp.minimum(counts + drafts_so_far, 2 * most + 1)

@@ -1,4 +1,4 @@
-"""KV transfers between sides with several processes: which process keeps which chunks, and a follower's part in them."""
+"""KV transfers of engines with several processes: which process owns which chunks (KV transfer units), and what a follower does."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
 from dsjax.messaging import Endpoint
 
-_STAGE = "addresses of chunks"
+_ADDRESSES = "addresses of chunks"  # name of the all-gather in which each process gives the address of its chunks
 
 
 class FollowerTransfers:
-    """A follower's part in its side's transfers.
+    """The KV transfers of a follower, a process of an engine other than process 0.
 
-    On the prefill side, it keeps its ranks' chunks. On the decode side, it pulls chunks to its devices and reports each one to process 0.
+    On a prefill engine, it keeps its ranks' chunks until decode pulls them. On a decode engine, it pulls chunks and reports to process 0.
     """
 
     def __init__(self, args: EngineArgs, group: HostGroup):
@@ -42,7 +42,7 @@ class FollowerTransfers:
         if args.disaggregation_mode == "prefill":
             if self._kept is not None:
                 self._kept.end()
-            self._kept = kept = FollowerSendBuffers()
+            self._kept = buffers = FollowerSendBuffers()
             if self._server is None:
                 self._server = ChunkServer(
                     self._endpoint,
@@ -50,37 +50,37 @@ class FollowerTransfers:
                     transport_of(args, self._endpoint.host),
                     args.transfer_timeout,
                 )
-            loaded.executor.extension(ChunkPort).send_chunks(kept.ready, kept.drop)
-            group.agreement.contribute(_STAGE, self._endpoint.address)
+            loaded.executor.extension(ChunkPort).send_chunks(buffers.ready, buffers.drop)
+            group.agreement.contribute(_ADDRESSES, self._endpoint.address)
             return
         if self._chunks is None:
             self._chunks = remote_chunks(args, loaded, self._endpoint)
-        pull, generation = self._chunks.pull, group.epoch
+        pull, epoch = self._chunks.pull, group.epoch
         loaded.executor.extension(ChunkPort).pull_chunks(
             lambda source, number, device: pull(source.address, number, device),
-            lambda chunk: group.leader.send(PULLED, Pulled(generation, chunk)),
+            lambda chunk: group.leader.send(PULLED, Pulled(epoch, chunk)),
         )
 
 
 def chunk_owners(own_address: str, group: HostGroup | None) -> ChunkOwners:
-    """Return the function that finds the owners of the chunks of an executor's ranks.
+    """Return a function that takes an executor and returns the owner of each rank's chunks.
 
-    own_address: where this process's chunks are pulled from.
+    own_address: the address from which others pull this process's chunks. The function then does an all-gather over the group, if any.
     """
 
     def owners(executor: Executor) -> Sequence[ChunkOwner]:
         if group is None:
             return [ChunkOwner(own_address)] * executor.limits.num_ranks
-        answers = group.agreement.all_gather(_STAGE, own_address)
-        addresses = {member.process_id: address for member, address in zip(group.present, answers, strict=True)}
-        firsts = [processes[0] for processes in executor.extension(ChunkPort).processes_of_ranks]
-        return [ChunkOwner(addresses[first], first != group.options.process_id) for first in firsts]
+        gathered = group.agreement.all_gather(_ADDRESSES, own_address)
+        addresses = {member.process_id: address for member, address in zip(group.present, gathered, strict=True)}
+        owner_ids = [processes[0] for processes in executor.extension(ChunkPort).processes_of_ranks]
+        return [ChunkOwner(addresses[owner_id], owner_id != group.options.process_id) for owner_id in owner_ids]
 
     return owners
 
 
 def remote_chunks(args: EngineArgs, loaded: LoadedEngine, endpoint: Endpoint) -> RemoteChunks:
-    """Make the `RemoteChunks` with which this process pulls chunks."""
+    """Make the client through which this process pulls chunks from prefill processes."""
     port = loaded.executor.extension(ChunkPort)
     shapes, window_shapes = port.chunk_shapes, port.window_shapes
     return RemoteChunks(endpoint, transport_of(args, endpoint.host), shapes, args.transfer_timeout, window_shapes)
@@ -92,20 +92,20 @@ def transport_of(args: EngineArgs, host: str) -> Transport:
 
 
 def space_of(args: EngineArgs, loaded: LoadedEngine) -> dict[str, Any]:
-    """Return the values that must be equal on both sides (`Greeting.space`)."""
+    """Return the compatibility fingerprint, whose values must be equal on the prefill and decode engines (`Greeting.space`)."""
     backend = args.disaggregation_transfer_backend
     return loaded.page_space | {"disaggregation_transfer_backend": backend, "transfer_messages": VERSION}
 
 
 def host_of(args: EngineArgs, group: HostGroup | None) -> str:
-    """Return the address by which others reach this host: the given one, the group's, or loopback."""
+    """Return the address at which other hosts reach this one: `--transfer-host`, else the group's address, else loopback."""
     if args.transfer_host is not None:
         return args.transfer_host
     return group.options.address if group is not None else LOOPBACK
 
 
 def endpoint_of(args: EngineArgs, group: HostGroup | None, port: int = 0) -> Endpoint:
-    """Return the endpoint for this process's transfers: the group's, or a separate one if an address or a port was given.
+    """Return the endpoint for this process's transfers: the group's, or a new one if the host differs from the group's or `port` is given.
 
     Raises:
         UserError: the address cannot be used, or it is not loopback and no cluster key was given.

@@ -1,4 +1,4 @@
-"""`PageLoads`: loads pages from a KV connector into one rank's cache, for requests that wait for them. `SourcedPages`: all ranks."""
+"""`PageLoads`: loads pages from a KV connector (`PageSource`) into a DP rank's KV cache for waiting requests. `SourcedPages`: all ranks."""
 
 import enum
 from collections import Counter
@@ -12,7 +12,7 @@ from dsjax.engine.schedule.pages import PagePool, window_name
 from dsjax.engine.schedule.request import Request
 
 MOST_LOADED = 64
-"""Most pages that a rank loads before one step."""
+"""Maximum number of pages that a rank loads before one step."""
 
 
 class Admittance(enum.Enum):
@@ -25,20 +25,20 @@ class Admittance(enum.Enum):
 
 
 class LoadUnderWay(NamedTuple):
-    """Pages on their way into the cache."""
+    """Pages that are being loaded into the cache for one request."""
 
     request: Request | None  # the request that waits for the pages; None if it has ended
-    pages: list[int]  # a window page may come last
+    pages: list[int]  # pages of the cache to load into; a window page may come last
     first: int  # index of the first page in the request
-    names: list[bytes]  # empty if the pages must not be found
+    names: list[bytes]  # empty if no request may find the pages
     tiers: list[str]  # source tiers of the pages, excluding the window page
-    since: float
+    since: float  # time at which the load began
 
 
 class PageLoads:
-    """One plan stages pages from a source, and the next plan places them. Waiting for a source delays only the request that needs it.
+    """Page loads of one rank. One plan stages pages on the device, and the next plan places them. Only requests that need them wait.
 
-    under_way: the pages staged by the last plan.
+    under_way: the loads that the last plan staged. landing: KV staging buffer for pages that have no slot in the source.
     """
 
     def __init__(self, pool: PagePool, source: PageSource, rank: int):
@@ -46,18 +46,18 @@ class PageLoads:
         self.landing = LandingArea()
         self.under_way: list[LoadUnderWay] = []
         self._loaded: dict[Request, Counter[str]] = {}  # pages loaded for each waiting request, by tier
-        self._places: list[int] = []
-        self._staged: list[int] = []
+        self._places: list[int] = []  # where in the cache to place what the last plan staged
+        self._staged: list[int] = []  # numbers of the pages that this plan stages, for `FetchPages`
         pool.on_evict = lambda page, name: source.evict(rank, page, name)
 
     def has(self, name: bytes) -> bool:
-        """Whether the source has a page, available now or after a wait."""
+        """Whether the source can provide a page, now or after a wait."""
         return self._source.has(self._rank, name) or name in self.landing
 
     __contains__ = has
 
     def begin(self, now: float) -> None:
-        """Begin a plan. The pages that the last plan staged are placed before this plan's step and can be found."""
+        """Begin a plan. Pages staged by the last plan can be found from now on, because they are placed before this plan's step."""
         loads, self.under_way = self.under_way, []
         for load in loads:
             if load.names:
@@ -74,10 +74,11 @@ class PageLoads:
     def look_up(
         self, request: Request, names: list[bytes], cached: list[int], free_slots: int, now: float
     ) -> Admittance:
-        """Look up the pages that a request lacks after the `cached` ones. names: of all pages that it may read.
+        """Decide whether a request starts or waits for missing pages. names: of all pages that it may read; `cached` holds the first ones.
 
-        With window pages, the lookup's last name is a window page: the one of the last page if another engine computes the pages, else
-        the one of the last border up to which pages are available. Pages beyond that border would be useless.
+        The request waits for loads that already run, then for pages that the source has, then for pages that another engine computes.
+        With window pages, each lookup ends with one: for another engine, the window page of the last page; for the source, that of the last
+        border up to which pages are available (`PagePool.usable`). Pages beyond that border would be useless.
         """
         all_names, found_pages = names, cached
         if self._pool.num_windows and names:
@@ -95,16 +96,16 @@ class PageLoads:
             missing_names = wanted[len(available) :]
         if missing_names and any(missing_names[0] in load.names for load in self.under_way):
             return Admittance.SKIP  # it is being loaded for another request; the next plan finds it
-        missing = self._pool.pages_for(len(request.token_ids)) - len(cached)
-        is_available, windows = bool(missing_names) and self.has(missing_names[0]), int(self._pool.num_windows > 0)
+        num_missing = self._pool.pages_for(len(request.token_ids)) - len(cached)
+        is_available, num_windows = bool(missing_names) and self.has(missing_names[0]), int(self._pool.num_windows > 0)
         if (
             is_available
-            and self._pool.can_hold(available, missing, windows)
+            and self._pool.can_hold(available, num_missing, num_windows)
             and self._load(request, missing_names, available, now)
         ):
             return Admittance.SKIP
         if missing_names and self._can_load(missing_names[0]):
-            return Admittance.START  # there is no room to load it
+            return Admittance.START  # there is no room to load the page; compute it
         answer = self._source.lookup(self._rank, request, all_names, found_pages, free_slots, now)
         if answer is Lookup.WAIT:
             self._hold(request, found_pages)
@@ -144,7 +145,7 @@ class PageLoads:
         self.landing.give_up_names(names)
 
     def cancel(self) -> None:
-        """Keep pages being loaded from becoming findable when they arrive."""
+        """Make sure that no request finds the pages that are being loaded now."""
         self._source.cancel(self._rank)
         self.under_way = [load._replace(names=[]) for load in self.under_way]
 
@@ -165,7 +166,7 @@ class PageLoads:
         self._loaded.pop(request, None)
         self._source.release(self._rank, request)
         if request.is_loading:
-            # The next owner of such a page writes it only after the load has placed it.
+            # The load still places data in these pages, but before their next owner writes them.
             request.is_loading = False
             for index, load in enumerate(self.under_way):
                 if load.request is request:
@@ -177,7 +178,7 @@ class PageLoads:
         self._source.preempted(request)
 
     def release_held(self, waiting: Iterable[Request], but: Request | None = None) -> bool:
-        """Release cached pages held for waiting requests except `but`, to avoid deadlock. Return whether there were any."""
+        """Release the pages held for waiting requests except `but`, to avoid deadlock. Return whether any were held."""
         holders = [request for request in waiting if request.held_pages and request is not but]
         for request in holders:
             self._pool.release(request.held_pages)
@@ -185,7 +186,7 @@ class PageLoads:
         return bool(holders)
 
     def take(self) -> tuple[list[int], list[int]]:
-        """Take the destination pages of the last plan's staged pages, in its order, and the landing numbers that this plan stages."""
+        """Take two lists: the pages that receive what the last plan staged, in its order, and the numbers of pages that this one stages."""
         places, self._places = self._places, []
         staged, self._staged = self._staged, []
         return places, staged
@@ -194,9 +195,9 @@ class PageLoads:
         return self._source.can_load(self._rank, name) or self.landing.can_load(name)
 
     def _load(self, request: Request, names: list[bytes], cached: list[int], now: float) -> bool:
-        """Stage the longest prefix of `names` that can be loaded now. Return False if the request has nothing to wait for.
+        """Stage the longest prefix of `names` that can be loaded now, and prefetch the rest. Return False if there is nothing to wait for.
 
-        With window pages, the last name is that of a window page.
+        With window pages, the last name is that of a window page. cached: the pages before `names`, held while the request waits.
         """
         ready = self._can_load(names[0])
         answer = self._source.prefetch(self._rank, request, names, ready, now)
@@ -216,16 +217,16 @@ class PageLoads:
                 break
         self._wait(request, cached)
         self._staged += [load.number for load in loads]
-        windows = int(self._pool.num_windows > 0 and len(loads) == len(names))
-        pages = self._pool.allocate(len(loads) - windows) + self._pool.allocate(windows, windows=True)
-        tiers = [load.tier for load in loads[: len(loads) - windows]]
+        num_windows = int(self._pool.num_windows > 0 and len(loads) == len(names))
+        pages = self._pool.allocate(len(loads) - num_windows) + self._pool.allocate(num_windows, windows=True)
+        tiers = [load.tier for load in loads[: len(loads) - num_windows]]
         self.under_way.append(LoadUnderWay(request, pages, len(cached), names[: len(loads)], tiers, now))
         return True
 
     def _wait(self, request: Request, cached: list[int]) -> None:
         self._pool.hold(cached)
         request.held_pages += cached
-        request.is_loading = True
+        request.is_loading = True  # skipped until its pages are placed or the source wakes it
 
     def _hold(self, request: Request, cached: list[int]) -> None:
         """Hold the `cached` pages of a request that waits for more."""

@@ -1,7 +1,6 @@
-"""Arriving requests, instances on virtual time, and the prices of their steps.
+"""Requests of a simulation, the instances that serve them on virtual time, and the prices of their steps.
 
-`SimulatedEngine` runs the engine's own scheduler and computes prompts; `Decoder` receives KV caches computed elsewhere. `StepPrices` prices
-their steps with the planner's step model (`StepModel.step`).
+`SimulatedEngine` runs the engine's own scheduler; `Decoder` is a decode engine. `StepPrices` prices their steps (`StepModel.step`).
 """
 
 import heapq
@@ -39,30 +38,30 @@ class OfferedLoad:
 
 @dataclass(slots=True, eq=False)
 class Served:
-    """One request."""
+    """One request: its lengths in tokens, and when it was served."""
 
     number: int
     arrival: float  # time in seconds
     prompt: int
-    shared: int  # prompt tokens in the cache
+    shared: int  # prompt tokens found in the prefix cache
     output: int
-    kind: str = ""
+    kind: str = ""  # name of its class in the workload
     first: float = 0.0  # time of the first token, in seconds
     finished: float = 0.0  # time of the last token, in seconds
 
 
 def requests(load: OfferedLoad, work: Workload, longest: int, seed: int) -> Iterator[Served]:
-    """Generate requests endlessly; the same seed gives the same requests, whatever serves them. longest: most tokens of a request."""
-    times, prompts, outputs, kinds = (np.random.default_rng((seed, stream)) for stream in range(4))
+    """Generate requests without end. The same seed gives the same requests for every plan. longest: limit of prompt + output tokens."""
+    gap_rng, prompt_rng, output_rng, kind_rng = (np.random.default_rng((seed, stream)) for stream in range(4))
     now = 0.0
     shares = [one.share for one in work.kinds]
     for number in itertools.count():
         if load.rate is not None:
             even = math.isinf(load.burstiness)
-            now += 1 / load.rate if even else float(times.gamma(load.burstiness, 1 / (load.rate * load.burstiness)))
-        kind = work.kinds[int(kinds.choice(len(shares), p=shares)) if work.classes else 0]
-        output = min(_length(kind.output, outputs), longest - 2)
-        prompt = min(_length(kind.input, prompts), longest - output)
+            now += 1 / load.rate if even else float(gap_rng.gamma(load.burstiness, 1 / (load.rate * load.burstiness)))
+        kind = work.kinds[int(kind_rng.choice(len(shares), p=shares)) if work.classes else 0]
+        output = min(_length(kind.output, output_rng), longest - 2)
+        prompt = min(_length(kind.input, prompt_rng), longest - output)
         yield Served(number, now, prompt, math.floor(prompt * work.prefix_hit), output, kind.name)
 
 
@@ -72,24 +71,24 @@ def _length(lengths: Lengths, source: np.random.Generator) -> int:
     if not variation:
         return max(1, round(mean))
     if lengths.even:
-        half = math.sqrt(3) * variation * mean
-        return max(1, round(source.uniform(mean - half, mean + half)))
-    spread = math.log(1 + variation**2)
-    return max(1, round(source.lognormal(math.log(mean) - spread / 2, math.sqrt(spread))))
+        half_width = math.sqrt(3) * variation * mean
+        return max(1, round(source.uniform(mean - half_width, mean + half_width)))
+    log_variance = math.log(1 + variation**2)
+    return max(1, round(source.lognormal(math.log(mean) - log_variance / 2, math.sqrt(log_variance))))
 
 
 _SHARED_TOKEN, _OWN_TOKEN, _PARAMS = 1, 2, SamplingParams()
-_SOME, _NONE = RowResult((0,)), RowResult()
-_CONTEXTS = 64
-"""Rounding steps per octave for a rank's mean decode context, so that prices can be reused: within 0.55 %."""
+_ONE_TOKEN, _NONE = RowResult((0,)), RowResult()
+_CONTEXTS_PER_OCTAVE = 64
+"""A rank's mean decode context is rounded to one of this many values per octave, within 0.55 %, so that cached prices can be reused."""
 
 
 class StepPrices:
-    """Central estimates of step times, from the model with the shortest step: an engine overlaps only if that is faster.
+    """Central estimates of step times. With several models (with and without two-batch overlap), the shortest time of a step counts.
 
-    paces: for each model, program time ÷ time of its operations, with prompts and for decodes alone (`Instance.pace`). through:
-    `Instance.staged`, if the models describe one pipeline stage. The planner's allowances for uneven prompts and contexts are left out,
-    because the simulation models the unevenness itself.
+    paces: by model, a dry run's timeline ÷ the model's estimate, for steps with prompts and for pure decode steps (`Instance.pace`).
+    through: `Instance.staged` with pipeline parallelism. The planner's allowances for uneven prompts and contexts are left out, because
+    the simulation models the unevenness itself.
     """
 
     def __init__(
@@ -103,10 +102,7 @@ class StepPrices:
         self._drafts, self._through = drafts, through
 
     def seconds(self, ranks: Sequence[RankWork]) -> float:
-        """Return the seconds of a step with this work on each DP rank (idle ones included); 0 without work.
-
-        Computing prompts and decodes together saves time, which is scaled by the smaller of the two paces.
-        """
+        """Return the seconds of a step with this work on each DP rank (idle ranks included); 0 without work."""
         ranks = [_rounded(rank) if rank.decodes else rank for rank in ranks]
         tokens = max(rank.decodes * (1 + self._drafts) + rank.prompts for rank in ranks)
         if not tokens:
@@ -116,6 +112,10 @@ class StepPrices:
         return step if self._through is None else self._through(step, tokens, decode)
 
     def _paced(self, model: StepModel, ranks: list[RankWork], prompts: float, decodes: float) -> float:
+        """Return the seconds of a step with one model. prompts, decodes: the paces of the two.
+
+        If they differ, scale prompts alone and decodes alone by their paces, and what computing both together saves by the smaller pace.
+        """
         together = model.seconds(model.step(ranks, drafts=self._drafts))
         if prompts == decodes == 1.0:
             return together
@@ -128,25 +128,25 @@ class StepPrices:
 def _rounded(rank: RankWork) -> RankWork:
     context_per_row = rank.context / rank.decodes
     if context_per_row > 0:
-        context_per_row = 2 ** (round(_CONTEXTS * math.log2(context_per_row)) / _CONTEXTS)
+        context_per_row = 2 ** (round(_CONTEXTS_PER_OCTAVE * math.log2(context_per_row)) / _CONTEXTS_PER_OCTAVE)
     return rank._replace(context=rank.decodes * context_per_row)
 
 
 @dataclass(eq=False)
 class SimulatedEngine:
-    """One instance under the engine's scheduler: aggregated serving, or the prefill side if `one_token`."""
+    """One instance under the engine's scheduler: aggregated serving, or a prefill engine if `one_token`."""
 
     prices: StepPrices
     scheduler: Scheduler
     one_token: bool = False
-    made: float = 1.0  # mean tokens per request and decode step, more than one with drafts
-    # a rank computes prompts and decodes in one step; otherwise its decodes wait for the next step without prompts
+    made: float = 1.0  # mean tokens per request and decode step; more than one with drafts
+    # whether a rank computes prompts and decodes in one step; otherwise its decodes wait while it has prompts
     mixes: bool = True
-    # (begin, seconds, decodes) of each step with decodes, where `seconds` is how long a running request waits for its next token
+    # (begin, seconds, decodes) of each step with decodes; `seconds` is the time between tokens, including steps in which all decodes waited
     gaps: list[tuple[float, float, int]] = field(default_factory=list)
     _plan: StepPlan | None = None
-    _stalled: float = 0.0
-    _serving: dict[str, Served] = field(default_factory=dict)
+    _stalled: float = 0.0  # seconds for which decodes have waited for prompts since the last step with decodes
+    _serving: dict[str, Served] = field(default_factory=dict)  # unfinished requests by id
 
     @property
     def idle(self) -> bool:
@@ -185,10 +185,10 @@ class SimulatedEngine:
         done, results = [], []
         for rank in self._plan.ranks:
             if self._waits(rank) or self.made == 1:
-                decoded = [_NONE if self._waits(rank) else _SOME] * len(rank.decodes)
+                decoded = [_NONE if self._waits(rank) else _ONE_TOKEN] * len(rank.decodes)
             else:
                 decoded = [_tokens_of_a_step(row.request.num_output_tokens, self.made) for row in rank.decodes]
-            results.append(RankResults(decoded, [_SOME if row.sampled else _NONE for row in rank.prefills]))
+            results.append(RankResults(decoded, [_ONE_TOKEN if row.sampled else _NONE for row in rank.prefills]))
         for request, _, reason in self.scheduler.update(self._plan, results, now):
             if reason is not None:
                 served = self._serving.pop(request.request_id)
@@ -214,26 +214,26 @@ def _work(rank: RankPlan, waits: bool) -> RankWork:
 
 
 def _tokens_of_a_step(before: int, tokens_per_step: float) -> RowResult:
-    """Return the whole tokens of a request's next step. before: tokens made so far, the first by its prompt. tokens_per_step: the mean."""
+    """Return a request's next step in whole tokens, `tokens_per_step` on average. before: tokens so far; prefill made the first."""
     if not before:
-        return _SOME
-    steps = max(0, math.ceil((before - 1) / tokens_per_step - 1e-9))
-    return RowResult((0,) * math.floor(tokens_per_step * (steps + 1) - (before - 1) + 1e-9))
+        return _ONE_TOKEN
+    steps_done = max(0, math.ceil((before - 1) / tokens_per_step - 1e-9))
+    return RowResult((0,) * math.floor(tokens_per_step * (steps_done + 1) - (before - 1) + 1e-9))
 
 
 class Decoder:
-    """One decode-only instance: requests arrive with their KV caches and run to the end in a slot of the least loaded rank.
+    """One decode engine: requests arrive with their KV caches, and each keeps a slot of the least loaded rank until it ends.
 
     made, gaps: as in `SimulatedEngine`. seqs: slots per rank.
     """
 
     def __init__(self, prices: StepPrices, ranks: int, *, seqs: int, made: float = 1.0):
-        self._prices, self._seqs, self._made = prices, seqs, made
-        self._decodes = [0] * ranks
-        self._context = [0.0] * ranks
+        self._prices, self._max_num_seqs, self._made = prices, seqs, made
+        self._decodes = [0] * ranks  # running requests of each rank
+        self._context = [0.0] * ranks  # positions that they attend to in the current step
         self._waiting = deque[Served]()
         self._steps = 0
-        self._ends: list[tuple[int, int, int, float, Served]] = []
+        self._ends: list[tuple[int, int, int, float, Served]] = []  # heap: last step, number, rank, last context
         self.gaps: list[tuple[float, float, int]] = []
 
     @property
@@ -248,16 +248,16 @@ class Decoder:
     def begin(self, now: float) -> float:
         """Admit requests while slots are free, start a step and return its seconds."""
         tokens_per_step = self._made
-        while self._waiting and min(self._decodes) < self._seqs:
+        while self._waiting and min(self._decodes) < self._max_num_seqs:
             served = self._waiting.popleft()
             served.first = now
             rank = min(range(len(self._decodes)), key=lambda r: (self._decodes[r], self._context[r]))
-            steps = max(1, math.ceil((served.output - 1) / tokens_per_step))
-            first = served.prompt + 1
+            num_steps = max(1, math.ceil((served.output - 1) / tokens_per_step))
+            first_context = served.prompt + 1
             self._decodes[rank] += 1
-            self._context[rank] += first - tokens_per_step
-            last = first + (steps - 1) * tokens_per_step
-            heapq.heappush(self._ends, (self._steps + steps, served.number, rank, last, served))
+            self._context[rank] += first_context - tokens_per_step  # the loop below adds it back
+            last_context = first_context + (num_steps - 1) * tokens_per_step
+            heapq.heappush(self._ends, (self._steps + num_steps, served.number, rank, last_context, served))
         for rank, decodes in enumerate(self._decodes):
             self._context[rank] += decodes * tokens_per_step
         seconds = self._prices.seconds([RankWork(*work) for work in zip(self._decodes, self._context, strict=True)])
@@ -269,9 +269,9 @@ class Decoder:
         self._steps += 1
         done = []
         while self._ends and self._ends[0][0] <= self._steps:
-            _, _, rank, last, served = heapq.heappop(self._ends)
+            _, _, rank, last_context, served = heapq.heappop(self._ends)
             served.finished = now
             self._decodes[rank] -= 1
-            self._context[rank] -= last
+            self._context[rank] -= last_context
             done.append(served)
         return done

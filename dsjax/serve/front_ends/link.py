@@ -1,4 +1,4 @@
-"""`FrontEnd`: a front end's process and its channel, as the engine's process sees them; `Links`: all front ends."""
+"""How the engine process sees its front ends (API server processes): `FrontEnd` is one of them, `Links` the interface to all."""
 
 import asyncio
 import logging
@@ -12,11 +12,11 @@ logger = logging.getLogger(__name__)
 
 
 class FrontEnd:
-    """One front end process. `FrontEnds` replaces it when it ends.
+    """One front end process and the channel to it. `FrontEnds`, which implements `Links`, starts a new process when it exits.
 
     Attributes:
-        requests: its unfinished completions by handle.
-        samples: its latest counters and histograms.
+        requests: unfinished engine requests, one per completion, by handle.
+        samples: metric samples of its latest snapshot (counters and histograms).
     """
 
     def __init__(self, index: int, process: subprocess.Popen, channel: Channel):
@@ -25,10 +25,10 @@ class FrontEnd:
         self.samples: list = []
         self.is_listening = asyncio.Event()
         self.compiling: set[int] = set()
-        """Handles whose grammars are being compiled and that have not been aborted."""
+        """Handles of completions that wait for a grammar to compile. An abort removes the handle, so the request is dropped afterwards."""
 
     def send(self, message: Any) -> None:
-        """Send a message. Kill the process if too many bytes are unread; `FrontEnds` then replaces it as after any exit."""
+        """Send a message. If too many bytes stay unread, kill the process, which `FrontEnds` then replaces."""
         self.channel.send(message)
         if self.channel.unsent > MAX_UNSENT_BYTES:
             logger.error("front end %d does not read its messages; killing it", self.index)
@@ -36,7 +36,7 @@ class FrontEnd:
 
 
 class Links(Protocol):
-    """All front ends, as `SharedEngine` and `EngineServer` use them."""
+    """Interface to all front ends, as `SharedEngine` and `EngineServer` use it. links: the running ones."""
 
     links: list[FrontEnd]
 
@@ -47,10 +47,10 @@ class Links(Protocol):
         """Report an engine failure; each front end fails its requests and exits."""
 
     async def abort(self, request_id: str | None) -> int:
-        """Abort the requests with an id, or all, in every front end; return their number."""
+        """Abort the requests with this id in every front end, or all requests if it is None; return how many were aborted."""
 
     async def gather(self) -> None:
-        """Collect the counters of all front ends."""
+        """Refresh `FrontEnd.samples` of all front ends."""
 
     async def end(self) -> None:
         """Make all front ends stop listening and exit; kill any that take too long."""
