@@ -141,7 +141,7 @@ def attention_cases(
         if shape.context > setting.max_model_len:
             continue
         flops, other_bytes = shape.cost()
-        sizes = {"rows": rows, "chunk": chunk, "context": cached, "tokens": rows * chunk}  # this "context" excludes the chunk
+        sizes = {"rows": rows, "chunk": chunk, "context": cached, "tokens": rows * chunk}
         sizes |= {"block": shape.step.attention.block(rows, chunk)}
         work, build = ModuleWork(flops, stack.layer_bytes, other_bytes), partial(_attention_loop, stack, shape)
         variant = f"{form if setting.config.family.has_forms else kind} {phase}"
