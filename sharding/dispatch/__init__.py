@@ -54,7 +54,7 @@ _LAZY_IMPORTS = {  # name → module of this package, which imports JAX
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `_LAZY_IMPORTS` from its module, because the planner uses `choose_method` and `default_capacity` without JAX."""
+    """Import a name of `_LAZY_IMPORTS` when it is used: the planner uses `choose_method` and `default_capacity` without JAX."""
     if name in _LAZY_IMPORTS:
         return getattr(importlib.import_module(f"sharding.dispatch.{_LAZY_IMPORTS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
