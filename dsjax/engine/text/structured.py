@@ -169,7 +169,7 @@ class _TokenTable:
         self.tokens = [tokenizer.token_bytes(i) for i in token_ids] + [b""] * (vocab_size - len(token_ids))
         self.special_token_ids = sorted({i for i in token_ids if tokenizer.is_special(i)} | set(eos_token_ids))
         special_texts = [self.tokens[i].decode("utf-8", "replace") for i in self.special_token_ids if i in token_ids]
-        self._special = re.compile("|".join(map(re.escape, filter(None, special_texts))) or "(?!)")  # else never matches
+        self._special = re.compile("|".join(map(re.escape, filter(None, special_texts))) or "(?!)")
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Return the ordinary tokens of a text. Text that looks like a special token stays text: it is split after its first character."""
