@@ -1,4 +1,4 @@
-"""`OrderReport`: sums of a step whose order of additions could depend on the layout or the batch, and their known explanations."""
+"""`OrderReport`: sums of a step whose order of additions could depend on the layout or the batch, with the explanations that are known."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Sums = Mapping[str, Sequence[Reduction]]
 
 @dataclass(frozen=True)
 class OrderedSum:
-    """Identical sums of a program at one place in the model."""
+    """Identical sums of one program at one place in the model."""
 
     program: str  # `step`, or `drafts` for the MTP module's passes after the step
-    place: str  # the model's scopes and the traced operation
+    place: str  # scopes of the model and the traced operation: `place_of`
     sum: Reduction  # one of the identical sums
-    times: float  # runs of all of them in one run of the program
+    times: float  # executions of all of them per run of the program; 0 if only another compilation has them
     compared: bool  # whether another compilation has this program
-    # label of a compilation that sums differently → its signatures at this place that the step lacks
+    # label of a compilation that adds in another order → its signatures at this place that the step's program lacks
     otherwise: Mapping[str, tuple[str, ...]]
     known: KnownOrder | None  # the entry of `KNOWN_ORDERS` that explains the order; None if there is none
 
@@ -37,7 +37,7 @@ class OrderedSum:
         """Whether the order could differ in another layout or batch, as far as the programs show."""
         if self.otherwise or set(self.sum.depends) - {COMPILER}:
             return True
-        # The compiler's choice is the same in all compilations if they were compared and the text gives the full order.
+        # The compiler chose one order for all compilations, if they were compared and the text gives the full order.
         return COMPILER in self.sum.depends and not (self.compared and self.sum.is_complete)
 
     @property
@@ -46,12 +46,12 @@ class OrderedSum:
         return self.could_depend and self.known is None
 
     def to_json(self) -> dict[str, Any]:
-        """Fields of a sum.
+        """Return the fields of a sum.
 
         `program`: `step` or `drafts`. `place`: scopes of the model and the traced operation. `carrier`, `what`: what computes the sum.
         `axes`: mesh axes of a collective. `depth`: terms per element, null if unknown. `times`: runs per step; 0 if only another
         compilation has the sum. `depends`: `mesh`, `rows`, `compiler`, `library`, `timing`, `values`, and `why`. `otherwise`: label of
-        another compilation → its different order. `known`: the entry of the list that explains the order, or null.
+        another compilation → its different order. `known`: name of the entry of `KNOWN_ORDERS` that explains the order, or null.
         """
         one = self.sum
         return {
@@ -82,18 +82,18 @@ class OrderReport:
 
     @property
     def unexplained(self) -> tuple[OrderedSum, ...]:
-        """Sums that could depend on the layout or the batch and are not on the list."""
+        """Sums that could depend on the layout or the batch and that no entry of `KNOWN_ORDERS` explains."""
         return tuple(ordered_sum for ordered_sum in self.sums if ordered_sum.unexplained)
 
     def check(self) -> None:
         """Raise a `UserError` that names the unexplained sums."""
         missing = self.unexplained
         if missing:
-            named = "; ".join(f"{s.place} of the {s.program} ({s.sum.signature})" for s in missing[:5])
+            examples = "; ".join(f"{s.place} of the {s.program} ({s.sum.signature})" for s in missing[:5])
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise UserError(
                 f"{len(missing)} sums could be added in an order that depends on the layout or the batch, and are not on the list of known "
-                f"ones: {named}{more}. Give each an order that depends on neither, or explain it in dsjax/dryrun/known_orders.py"
+                f"ones: {examples}{more}. Give each an order that depends on neither, or explain it in dsjax/dryrun/known_orders.py"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class OrderReport:
 def order_report(found: Sums, others: Mapping[str, Sums], known: Sequence[KnownOrder] = KNOWN_ORDERS) -> OrderReport:
     """Compare a step's sums with those of other compilations. others: label → sums of that compilation.
 
-    If only another compilation has a sum at some place, report that sum.
+    Also report each sum that only another compilation has at some place.
     """
     rows: list[OrderedSum] = []
     for program, reductions in found.items():
@@ -124,26 +124,26 @@ def _ordered_sums(
     variants: Mapping[str, Sequence[Reduction]],
     known: Sequence[KnownOrder],
 ) -> Iterator[OrderedSum]:
-    """Yield the sums of one program. variants: label → sums of the same program in another compilation."""
-    own = signatures(reductions, place_of)
+    """Yield the sums of one program. variants: label → sums of the same program in another compilation. known: explanations."""
+    own_signatures = signatures(reductions, place_of)
     otherwise: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {}
     only_in_variants: list[Reduction] = []
     for label, sums in variants.items():
-        for key, other_signatures in order_differences(own, signatures(sums, place_of)).items():
+        for key, other_signatures in order_differences(own_signatures, signatures(sums, place_of)).items():
             otherwise.setdefault(key, {})[label] = other_signatures
         for reduction in sums:
-            if place_of(reduction) not in own:
+            if place_of(reduction) not in own_signatures:
                 only_in_variants.append(reduction)
                 otherwise.setdefault((place_of(reduction), reduction.signature), {})[label] = (reduction.signature,)
-    grouped: dict[tuple, list[Reduction]] = {}
+    identical_sums: dict[tuple, list[Reduction]] = {}
     for reduction in (*reductions, *only_in_variants):
         key = (place_of(reduction), reduction.signature, reduction.axes, reduction.depends)
-        grouped.setdefault(key, []).append(reduction)
-    for (place, signature, *_), identical in grouped.items():
-        times = sum(reduction.times for reduction in identical) if place in own else 0.0
-        explanation = next((entry for entry in known if entry.explains(place, identical[0])), None)
-        differences = otherwise.get((place, signature), {})
-        yield OrderedSum(program, place, identical[0], times, bool(variants), differences, explanation)
+        identical_sums.setdefault(key, []).append(reduction)
+    for (place, signature, *_), identical in identical_sums.items():
+        times = sum(reduction.times for reduction in identical) if place in own_signatures else 0.0
+        explained_by = next((entry for entry in known if entry.explains(place, identical[0])), None)
+        other_orders = otherwise.get((place, signature), {})
+        yield OrderedSum(program, place, identical[0], times, bool(variants), other_orders, explained_by)
 
 
 def place_of(reduction: Reduction) -> str:
@@ -153,12 +153,12 @@ def place_of(reduction: Reduction) -> str:
         return f"({reduction.what})"
     part = model_part(reduction.op_name)
     operation = reduction.op_name.rpartition("/")[2]
-    named = operation if part.startswith("(") else f"{part}/{operation}"
-    return re.sub(r"_\d+(?=/)", "", named)
+    scoped_operation = operation if part.startswith("(") else f"{part}/{operation}"
+    return re.sub(r"_\d+(?=/)", "", scoped_operation)
 
 
 def variant(args: DryRunArgs, text: str) -> DryRunArgs:
-    """Return a dry run with one option changed: ``batch=1``, ``mesh=dp=4,tp=8``, ``step=prefill`` or ``context=8192``.
+    """Return the arguments of a dry run with one option changed: ``batch=1``, ``mesh=dp=4,tp=8``, ``step=prefill`` or ``context=8192``.
 
     Raises:
         UserError: unknown option or invalid value.

@@ -43,14 +43,14 @@ _LEAVE_BATCH_SECONDS = 0.5
 
 
 class HostGroup(Membership):
-    """A complete group of processes. `start` creates it; `leave` ends it, and also runs when Python exits.
+    """A complete group of processes, as seen by this one. `start` joins it; `leave` leaves it, and also runs when Python exits.
 
     A process is lost when its connection to process 0 ends or is silent for the heartbeat timeout; compiling, loading or a long
     step never counts as silence. Process 0 then announces a new mesh epoch, for which the others wait. If process 0 is lost, all end.
 
     Args:
-        door: admits the other processes, in process 0.
-        leader: in other processes, the connection to process 0.
+        door, log: in process 0, admits the other processes, and broadcasts announcements and commands to them.
+        leader: in the other processes, the connection to process 0.
         response: process 0's response to all processes, or to this process alone if the group had already formed.
 
     Raises:
@@ -89,7 +89,7 @@ class HostGroup(Membership):
         self.links = Links(self, endpoint, self.collectives.cut, peer_of)
         self._inboxes: dict[int, queue.SimpleQueue[EpochMessage]] = {}
         if response.epoch == 0:
-            self._inboxes[0] = queue.SimpleQueue()
+            self._inboxes[0] = queue.SimpleQueue()  # all processes are in the first mesh epoch
         self._announced: queue.SimpleQueue[Announcement] = queue.SimpleQueue()
         self._latest_epoch = response.epoch - 1
         self._why_ended = None
@@ -100,10 +100,10 @@ class HostGroup(Membership):
             endpoint.serve(_LEAVE, self._receive_leave_request, roles=("member",), kind=None)
             door.open(self, self._on_disconnect, self._notify_change)
         else:
-            fail = lambda error: self._on_disconnect(self.members[0])  # noqa: E731
+            on_log_failure = lambda error: self._on_disconnect(self.members[0])  # noqa: E731
             name = JoinRequest.of(options, endpoint.port).identity.encode()
             try:
-                self._reader = LogReader(endpoint, leader, response.log, name, self._receive_entry, fail)
+                self._reader = LogReader(endpoint, leader, response.log, name, self._receive_entry, on_log_failure)
             except BaseException as error:
                 self.leaving = True  # the caller gets this error
                 if isinstance(error, PeerLostError):
@@ -115,15 +115,15 @@ class HostGroup(Membership):
     def start(cls, options: HostOptions, prepare: Callable[[], Mapping[str, Any]]) -> HostGroup:
         """Join the other processes (see `Door.meet`). JAX must not have started.
 
-        If the group has already formed and this process has the id of a lost one, it waits for the announcement of its mesh epoch.
+        A process that rejoins a group, with the id of a lost process, is in no mesh epoch until one is announced that includes it.
 
         Raises:
             GroupError, UserError: no group forms (see `Door.meet`), or the link between two of its processes is broken.
         """
         options = with_own_address(options)
-        with contextlib.ExitStack() as opened:  # a start that fails leaves no port open
+        with contextlib.ExitStack() as on_failure:  # closes the port
             endpoint = open_endpoint(options)
-            opened.callback(endpoint.close, linger=1.0)
+            on_failure.callback(endpoint.close, linger=1.0)
             if options.is_leader:
                 log = BroadcastLog(endpoint)
                 door = Door(options, endpoint, log.address)
@@ -131,9 +131,9 @@ class HostGroup(Membership):
             else:
                 response, leader = join_leader(options, endpoint, prepare)
                 group = cls(options, response, endpoint, leader=leader)
-            opened.callback(setattr, group, "leaving", True)  # a failed start has lost no member
+            on_failure.callback(setattr, group, "leaving", True)  # a failed start has lost no member
             group._join()
-            opened.pop_all()
+            on_failure.pop_all()
         return group
 
     def _join(self) -> None:
@@ -215,7 +215,7 @@ class HostGroup(Membership):
             ) from error
 
     def check_epoch(self, number: int, doing: str) -> None:
-        """Raise a `GroupError` if a mesh epoch has failed or has been superseded. doing: the activity that is then given up."""
+        """Raise a `GroupError` if a mesh epoch has failed or has been superseded. doing: what the caller does, for the message."""
         self.check()
         if 0 in self.lost:
             raise self.lost[0]
@@ -225,7 +225,7 @@ class HostGroup(Membership):
             raise GroupError(f"generation {number} was given up while {doing}")
 
     def _receive_entry(self, epoch: int, body: bytes) -> None:
-        """Take an entry of the log, in the messaging thread."""
+        """Handle a command or an announcement from process 0's log, in the messaging thread."""
         if body[:1] == _COMMAND:
             with self.changed:
                 inbox = self._inboxes.get(epoch)
@@ -248,21 +248,21 @@ class HostGroup(Membership):
                 inbox.put(announcement)
             if self._own_id in announcement.process_ids:
                 self._inboxes[announcement.number] = queue.SimpleQueue()
-        self._announced.put(announcement)  # last, because its receiver asks for the inbox at once
+        self._announced.put(announcement)  # last, because the receiver then calls `commands`
         if announcement.ended:
             self.on_end()
 
     # Lost, leaving and returning members.
 
     def replace(self, member: JoinRequest) -> None:
-        """Accept a process that returns in place of the lost process with its id, which may have been left out."""
+        """Accept a process that has rejoined with the id of a lost process, and end the exclusion that the lost one may have had."""
         super().replace(member)
         self.links.left_out.pop(member.process_id, None)
 
     def find_loss(self, seconds: float | None = None) -> GroupError | None:
         """Return the error of the first lost member; None if no member is lost.
 
-        seconds: how long to wait for a loss to be detected; None: long enough to detect a process that hangs.
+        seconds: how long to wait for a loss to be detected. None: long enough to detect that a process hangs.
         """
         if self.leaving:
             return None
@@ -297,10 +297,10 @@ class HostGroup(Membership):
         return error
 
     def _end_process(self, error: GroupError) -> None:
-        """Report why this process cannot continue and end it, unless a waiting Python thread has raised the error by then."""
+        """Report why this process cannot continue and end it, unless a waiting Python thread gets the error first and leaves."""
         if not self.is_leader:
             with contextlib.suppress(OSError, ValueError):
-                self.endpoint.connect(join_address(*self.options.coordinator), "member", 1.0)
+                self.endpoint.connect(join_address(*self.options.coordinator), "member", 1.0)  # fails if it is lost
                 error = self.lost[0] = GroupError(
                     "process 0 lives, and goes on without this process, which it did not hear from for too long; "
                     "start this process again"
@@ -324,11 +324,11 @@ class HostGroup(Membership):
         self.leader.send(READY)
 
     def request_leave(self) -> bool:
-        """Ask to leave. Return whether this process may go now instead of with the next mesh epoch. A `RefusedError`: it is needed."""
+        """Ask to leave. Return whether this process may go now; else it goes at the next mesh epoch. `RefusedError`: it must stay."""
         return self.leader.request(_LEAVE, kind=bool).result()
 
     def excuse(self, member: JoinRequest) -> None:
-        """Stop relying on a member, and tell it when it may go."""
+        """Drop a member from further mesh epochs, and answer its request to leave: whether it may go before the next one."""
         super().excuse(member)
         self._take_leave_request(member).reply(member not in self.present)
 
@@ -346,12 +346,12 @@ class HostGroup(Membership):
             request.reply(True)
             return
         with self.changed:
-            before = self._leave_requests.get(member)
+            earlier_request = self._leave_requests.get(member)
             self._leave_requests[member] = request
-            if before is None:
+            if earlier_request is None:
                 self.ask_to_leave(member)
-        if before is not None:
-            before.refuse("it has asked again")
+        if earlier_request is not None:
+            earlier_request.refuse("it has asked again")
             return
         if self._leave_timer is not None:
             self._leave_timer.cancel()
@@ -365,11 +365,11 @@ class HostGroup(Membership):
         """Announce the end of the group to the other processes (process 0 only). reason: the fault that ended it, if any."""
         if self._log is not None and not self.has_ended:
             self.has_ended = True
-            last = Announcement(self.epoch + 1, reason=reason or "", ended=True)
-            self._log.append(last.number, _ANNOUNCEMENT + msgspec.msgpack.encode(last))
+            announcement = Announcement(self.epoch + 1, reason=reason or "", ended=True)
+            self._log.append(announcement.number, _ANNOUNCEMENT + msgspec.msgpack.encode(announcement))
 
     def end_locally(self) -> None:
-        """Wake the thread that waits for the next announcement: there is none for this process, which leaves."""
+        """End the wait for the next announcement in this process, which leaves."""
         self._announced.put(Announcement(self._latest_epoch, ended=True))
 
     def leave(self, reason: str | None = None) -> None:

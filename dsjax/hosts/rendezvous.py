@@ -44,7 +44,7 @@ SERVICES = (_JOIN, _PREPARED, READY, "gather", "leave", "log")
 """Services of process 0. Requests for them wait while process 0 still sets up the group."""
 _RETRY_SECONDS = 0.1
 _CONNECT_SECONDS = 10.0
-_LINGER_SECONDS = 3.0
+_LINGER_SECONDS = 3.0  # for late processes, after an error
 _MOST_REFUSALS = 16
 _FIRST_REPORT_SECONDS, _REPORT_SECONDS = 2.0, 30.0
 """Seconds until process 0 first reports the missing processes, and between two reports."""
@@ -84,7 +84,7 @@ class _Caller:
 
     member: JoinRequest
     join: Request  # its request to join, answered when it is admitted or refused
-    prepared: Prepared | None = None
+    prepared: Prepared | None = None  # None until it has prepared
     is_admitted: bool = False
 
     @property
@@ -94,13 +94,12 @@ class _Caller:
 
 
 class Door:
-    """Process 0's side of the rendezvous: admits processes from before the group forms until it ends.
+    """Process 0's side of the rendezvous: it admits processes while the group forms, and restarted ones while the group lives.
 
-    A process with other options is refused on its own, and the group continues to form; if it does not form, process 0's error names it.
+    A process whose id or `--num-processes` does not fit is refused alone, and the group continues to form. If no group forms, process 0's
+    error names that process.
 
-    log: `HOST:PORT` of the group's broadcast log.
-
-    wanted: the last requested mesh, for a process that rejoins. service: JAX's, once the group has formed.
+    log: `HOST:PORT` of the broadcast log. wanted: the last requested mesh, for a process that rejoins. service: JAX's coordination service.
     """
 
     def __init__(self, options: HostOptions, endpoint: Endpoint, log: str):
@@ -108,13 +107,13 @@ class Door:
         self._deadline = time.monotonic() + options.start_timeout
         own = JoinRequest.of(options, endpoint.port)
         self._membership = Membership(0, [own])
-        self._changed = self._membership.changed
+        self._changed = self._membership.changed  # guards this object's state
         self._callers: dict[int, _Caller] = {}
         self._own_member = own
         self._own_prepared = Prepared()
         self._is_prepared = self._has_formed = self.is_closing = False
-        self._problem: str | None = None
-        self._refusals: dict[str, None] = {}  # in order of arrival
+        self._problem: str | None = None  # the first error
+        self._refusals: dict[str, None] = {}  # reasons, in order of arrival
         self.service: Any = None
         self.wanted = self._service_address = ""
         self._on_left: Callable[[JoinRequest], object] = lambda member: None
@@ -129,18 +128,18 @@ class Door:
     def meet(self, prepare: Callable[[], Mapping[str, Any]]) -> JoinResponse:
         """Form the group.
 
-        prepare: runs this process's local checks and returns the values that must be equal everywhere. It runs while the others connect.
+        prepare: runs process 0's local checks while the others connect. Returns the values that must be equal in all processes.
 
         Raises:
-            GroupError: in all processes, if one is missing, could not prepare or has other options. UserError: from `prepare`.
+            GroupError: in all processes, if one is missing, could not prepare or has other values. UserError: from `prepare`.
         """
-        failure: UserError | None = None
-        error: str | None = None
+        own_failure: UserError | None = None
+        problem: str | None = None
         try:
             try:
                 prepared = Prepared(dict(prepare()))
             except ValueError as caught:  # a UserError, or an error of the mesh, which `sharding` defines itself
-                failure = caught
+                own_failure = caught
                 prepared = Prepared(error=str(caught))
             with self._changed:
                 self._own_prepared = msgspec.msgpack.decode(  # like values that arrive by message
@@ -149,20 +148,20 @@ class Door:
                 self._is_prepared = True
                 if prepared.error is not None:
                     self._fail(f"{self._own_member.name}: {prepared.error}")
-            error = self._wait_for_all()
-            if error is None:
+            problem = self._wait_for_all()
+            if problem is None:
                 self.service, self._service_address = coordination.start_service(self._options)
         except BaseException as caught:
-            error = f"{self._own_member.name} ended while the group was forming ({type(caught).__name__})"
+            problem = f"{self._own_member.name} ended while the group was forming ({type(caught).__name__})"
             raise
         finally:
-            response, error = self._answer_all(error)
-        if error is not None and self.service is not None:
+            response, problem = self._answer_all(problem)  # so that no process waits in vain
+        if problem is not None and self.service is not None:
             self.service.shutdown()
-        if failure is not None:
-            raise failure
-        if error is not None:
-            raise GroupError(error)
+        if own_failure is not None:
+            raise own_failure
+        if problem is not None:
+            raise GroupError(problem)
         return response
 
     def open(
@@ -180,7 +179,7 @@ class Door:
             on_left(member)
 
     def member_of(self, peer: Peer) -> JoinRequest | None:
-        """Return the member of a connection; None if it has none or the process is still rejoining."""
+        """Return the member of a connection; None if there is no such process or it is still rejoining."""
         caller = self._caller_of(peer)
         return caller.member if caller is not None and caller.is_admitted else None
 
@@ -206,6 +205,7 @@ class Door:
         return next((caller for caller in self._callers.values() if caller.peer is peer), None)
 
     def _join(self, request: Request) -> None:
+        """Register a process or refuse it. If the group has formed, the process is rejoining."""
         member: JoinRequest = request.body
         caller = _Caller(member, request)
         with self._changed:
@@ -225,6 +225,7 @@ class Door:
             request.peer.on_lost(lambda: self._on_disconnect(caller))
 
     def _why_id_is_taken(self, member: JoinRequest) -> str | None:
+        """Return why a process cannot have its id: another process has it. Return None if none does."""
         holder = self._callers.get(member.process_id)
         if holder is not None and self._endpoint.has_disconnected(holder.peer):  # its loss is not handled yet
             self._on_disconnect(holder)
@@ -238,6 +239,7 @@ class Door:
         return f"{holder.member.name} {state}, and {other}, has its --process-id {member.process_id}; give each its own"
 
     def _prepare(self, request: Request) -> None:
+        """Record whether a process could prepare. If the group has formed, let the process rejoin."""
         caller = self._caller_of(request.peer)
         if caller is None or caller.prepared is not None:
             return
@@ -297,13 +299,13 @@ class Door:
         coordination.wait_until_forgotten(caller.member.process_id)
         with self._changed:
             membership = self._membership
-            live_ids = [0, *sorted(number for number, other in self._callers.items() if other.is_admitted)]
+            live_ids = [0, *sorted(process_id for process_id, other in self._callers.items() if other.is_admitted)]
             members = list(membership.members)
             epoch = membership.epoch + 1
         caller.join.reply(JoinResponse(members, self._service_address, self._log_address, epoch, live_ids, self.wanted))
 
     def _answer_all(self, error: str | None) -> tuple[JoinResponse, str | None]:
-        """Answer all connected processes. Return the group and the error, if any, including a process lost at the last moment."""
+        """Answer all connected processes with the group or the error. Return both; a process lost at the last moment is an error too."""
         with self._changed:
             error = error or self._problem
             callers = [self._callers[number] for number in sorted(self._callers)]
@@ -328,17 +330,17 @@ class Door:
     def _wait_for_all(self) -> str | None:
         """Wait until all processes have connected and prepared. Return the error, if any."""
         options = self._options
-        report = time.monotonic() + _FIRST_REPORT_SECONDS
+        next_report = time.monotonic() + _FIRST_REPORT_SECONDS
         with self._changed:
             while self._problem is None and len(self._all_prepared) < options.num_processes:
                 now = time.monotonic()
                 requests = self._requests
                 if len(requests) < options.num_processes and now >= self._deadline:
                     return timeout_message(options, requests) + self._describe_refused()
-                if now >= report:
+                if now >= next_report:
                     _log.warning("%s", waiting_message(options, requests, self._all_prepared))
-                    report = now + _REPORT_SECONDS
-                self._changed.wait(min(report, self._deadline if now < self._deadline else report) - now)
+                    next_report = now + _REPORT_SECONDS
+                self._changed.wait(min(next_report, self._deadline if now < self._deadline else next_report) - now)
             if self._problem is None:
                 return first_mismatch(self._requests, self._all_prepared) or loopback_error(self._requests)
             # Linger, so that late processes get the error too instead of waiting for a process 0 that has ended.
@@ -365,15 +367,13 @@ class Door:
 def join_leader(
     options: HostOptions, endpoint: Endpoint, prepare: Callable[[], Mapping[str, Any]]
 ) -> tuple[JoinResponse, Peer]:
-    """Join the group at process 0. Return the group and the connection.
-
-    prepare: see `Door.meet`.
+    """Join the group at process 0. Return the group and the connection. prepare: as in `Door.meet`, for this process.
 
     Raises:
         GroupError: see `Door.meet`. UserError: from this process's `prepare`; also reported to the other processes.
     """
     leader = _connect(options, endpoint)
-    joined = leader.request(_JOIN, JoinRequest.of(options, endpoint.port), kind=JoinResponse)
+    pending_response = leader.request(_JOIN, JoinRequest.of(options, endpoint.port), kind=JoinResponse)
     try:
         try:
             prepared = Prepared(dict(prepare()))
@@ -381,7 +381,7 @@ def join_leader(
             leader.send(_PREPARED, Prepared(error=str(error)))
             raise
         leader.send(_PREPARED, prepared)
-        return joined.result(), leader
+        return pending_response.result(), leader
     except RefusedError as error:
         raise GroupError(str(error)) from error
     except PeerLostError as error:

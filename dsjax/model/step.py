@@ -46,13 +46,13 @@ class ModelStep(StepDescription):
     ) -> tuple[Float[Array, "B T *n D"], Cache, dict[str, Array]]:
         """Run all groups through all layers.
 
-        copies: locations of each expert's copies, with a leading axis of MoE layers; None in a model without experts. Layers
-        beyond the model's own, which are the MTP module's, are ignored.
+        copies: locations of each expert's copies, with a leading axis of MoE layers; None in a model without experts. Rows after the
+        model's own layers belong to the MTP module and are ignored.
         x: output of the previous pipeline stage; None in the first stage.
 
-        Returns the inputs of ``logits`` and the MTP module for all token slots: hidden states after the final norm, or the last layer's
-        output if the model has several streams (``ModelConfig.streams``) or in a stage before the last; the updated cache; and
-        dispatch reports stacked over MoE layers (empty unless ``dispatch.report``).
+        Returns hidden states of all token slots, for ``logits`` and the MTP module; the updated cache; and dispatch reports stacked over
+        MoE layers (empty unless ``dispatch.report``). Hidden states are after the final norm; before the last stage, or if the model
+        has several streams (``ModelConfig.streams``), they are the last layer's output.
         """
         # Compute float32 products in float32: XLA's default is TF32 on GPUs and bf16 passes on TPUs. Other dtypes are not affected.
         with jax.default_matmul_precision("highest"):
@@ -61,14 +61,14 @@ class ModelStep(StepDescription):
             if x is None:
                 x = self.without_padding(model.residual.enter(self.embed(model, tokens.ids)), tokens)
             x = self.sharding.whole(x)
-            layer, row, reports = 0, 0, []
+            first_layer, first_moe_layer, reports = 0, 0, []
             for run in self.config.layer_runs:
-                with_experts = sum(kind.routed for kind in run.kinds)
-                rows = slice(row, row + with_experts * run.count)
-                own = None if not with_experts else jax.tree.map(lambda array: _part(array, rows), copies)  # noqa: B023
-                x, cache, report = self._run(model, run, params, x, cache, layer, tokens, own)
-                reports += [[report]] * bool(report)
-                layer, row = layer + run.layers, rows.stop
+                moe_kinds = sum(kind.routed for kind in run.kinds)
+                moe_layers = slice(first_moe_layer, first_moe_layer + moe_kinds * run.count)
+                run_copies = None if not moe_kinds else jax.tree.map(lambda array: _part(array, moe_layers), copies)  # noqa: B023
+                x, cache, report = self._run(model, run, params, x, cache, first_layer, tokens, run_copies)
+                reports += [[report]] * bool(report)  # already in layer order
+                first_layer, first_moe_layer = first_layer + run.layers, moe_layers.stop
             reports = by_layer(reports) or {}
             return (self.passed_on(model, x) if self.is_last_stage else self.sharding.whole(x)), cache, reports
 
@@ -78,24 +78,24 @@ class ModelStep(StepDescription):
 
     def final(self, owner: Transformer | MTP, x: Float[Array, "B T *n D"]) -> Float[Array, "B T D"]:
         """Return the LM head's input from the last layer's output of the model or of an MTP module."""
-        left = self.sharding.whole(self.products.residual(owner.residual).leave(x))
-        return self.sharding.whole(self.products.normalise(owner.final_norm, left))
+        output = self.sharding.whole(self.products.residual(owner.residual).leave(x))
+        return self.sharding.whole(self.products.normalise(owner.final_norm, output))
 
     def logits(
         self, params: Mapping[str, Array], hidden: Float[Array, "B J *n D"], *, module: bool = False
     ) -> Float[Array, "B J V"]:
-        """Return float32 logits of the result of ``hidden``, or of ``mtp.further`` if ``module``. The vocabulary is sharded over ``tp``
+        """Return float32 logits of ``hidden``'s result, or of ``mtp.further``'s if ``module``. The vocabulary is sharded over ``tp``
         if ``tp`` divides it."""
         with jax.default_matmul_precision("highest"), jax.named_scope("head"):
             model: Transformer = self.table.bind(params)
             if self.config.streams:
                 hidden = self.final(first_module(model.mtp) if module else model, hidden)
-            placed = self.logits_spec(hidden.shape[1])
-            tokens_split = placed[1] is not None
+            out_spec = self.logits_spec(hidden.shape[1])
+            tokens_split = out_spec[1] is not None
             if tokens_split:
                 hidden = self.sharding.split(self.sharding.whole(hidden))
             logits = self.products.project(model, hidden, self.dtype, tokens_split=tokens_split)
-            return self.sharding.constrain(logits, *placed)
+            return self.sharding.constrain(logits, *out_spec)
 
     def without_padding(self, x: Float[Array, "B T *n D"], tokens: Tokens) -> Float[Array, "B T *n D"]:
         """Set padding in ``x`` to zero if products are native. Zero rows stay zero, and native kernels skip them."""
@@ -112,20 +112,20 @@ class ModelStep(StepDescription):
     def _run(
         self, model: Transformer, run: LayerRun, params, x, cache, first: int, tokens: Tokens, copies: CopyTables | None
     ):
-        """Run a run of layers. first: number of its first layer in the cache. copies: of its layers with experts."""
+        """Run a run of layers. first: its first layer's number in the cache. copies: of its layers with experts, in layer order."""
         shapes = [group.shape for group in tokens.groups]
         if copies is not None and self.apart is not None:
-            stacks, most = [kind.stack for kind in run.kinds], self.num_micro_batches(shapes)
-            return run_apart(self, stacks, params, x, cache, first, tokens, copies, most)
+            stacks, num_micro_batches = [kind.stack for kind in run.kinds], self.num_micro_batches(shapes)
+            return run_apart(self, stacks, params, x, cache, first, tokens, copies, num_micro_batches)
         split = [self.split_stack(getattr(model, kind.stack), tokens) for kind in run.kinds]
-        if copies is not None:  # separate those of each kind with experts
-            kinds = sum(kind.routed for kind in run.kinds)
+        if copies is not None:  # [layers, …] → [repetitions, kinds with experts, …]
+            moe_kinds = sum(kind.routed for kind in run.kinds)
             copies = jax.tree.map(
-                lambda array: rearrange(array, "(count kind) ... -> count kind ...", kind=kinds), copies
+                lambda array: rearrange(array, "(count kind) ... -> count kind ...", kind=moe_kinds), copies
             )
             if self.runs_in_halves(shapes):
                 merges = [partial(nnx.merge, graph, whole) for graph, whole, _ in split]
-                weights = [own for *_, own in split]
+                weights = [sliced for *_, sliced in split]
                 return run_in_halves(self, merges, weights, x, cache, jnp.int32(first), tokens, copies)
         if self.runs_rank_by_rank:
             return self._rank_by_rank(split, run.count, x, cache, jnp.int32(first), tokens, copies)
@@ -133,46 +133,46 @@ class ModelStep(StepDescription):
         def body(carry, xs):
             x, cache, index = carry
             weights, copies = xs
-            blocks = [nnx.merge(graph, whole, own) for (graph, whole, _), own in zip(split, weights, strict=True)]
+            blocks = [nnx.merge(graph, whole, sliced) for (graph, whole, _), sliced in zip(split, weights, strict=True)]
             x, cache, report = self._period(blocks, [None] * len(blocks), index, first, x, cache, tokens, copies)
             return (x, cache, index + 1), report
 
-        weights = [own for *_, own in split]
+        weights = [sliced for *_, sliced in split]
         (x, cache, _), reports = jax.lax.scan(body, (x, cache, jnp.int32(0)), (weights, copies))
         return x, cache, by_layer([reports]) or {}
 
     def _period(self, blocks, binds, index, first, x, cache, tokens: Tokens, copies: CopyTables | None):
-        """Run the ``index``-th layer of each kind of a run. Return the tokens, the cache, and a report per layer with experts."""
+        """Run one repetition: the ``index``-th layer of each kind. Return the tokens, the cache, and a report per layer with experts."""
         reports = []
-        for place, (block, bind) in enumerate(zip(blocks, binds, strict=True)):
-            own = None
-            if not hasattr(block, "mlp"):
-                own = jax.tree.map(lambda array: array[len(reports)], copies)  # noqa: B023
-            layer = first + index * len(blocks) + place
-            x, cache, report = self.run_layer(Layer(block, index, layer, tokens, own, bind), x, cache)
-            reports += [report] * (own is not None)
+        for offset, (block, bind) in enumerate(zip(blocks, binds, strict=True)):
+            layer_copies = None
+            if not hasattr(block, "mlp"):  # routed experts
+                layer_copies = jax.tree.map(lambda array: array[len(reports)], copies)  # noqa: B023
+            layer = first + index * len(blocks) + offset
+            x, cache, report = self.run_layer(Layer(block, index, layer, tokens, layer_copies, bind), x, cache)
+            reports += [report] * (layer_copies is not None)
         return x, cache, reports
 
     def run_first(self, stack: DecoderLayer, x, cache, layer, tokens: Tokens, copies: CopyTables | None):
-        """Run the first layer of a stack rank by rank. Arrays of reports and copies have a leading axis of 1."""
+        """Run the first layer of a stack rank by rank. Arrays of reports and of copies have a leading axis of 1."""
         copies = jax.tree.map(lambda array: array[:, None], copies)
         return self._rank_by_rank([self.split_stack(stack, tokens)], 1, x, cache, layer, tokens, copies)
 
     def _rank_by_rank(self, split, count: int, x, cache, first, tokens: Tokens, copies: CopyTables | None):
-        """Run a run of layers in one ``on_ranks`` region. A layer's arrays are sliced in the branches that read them."""
-        graphs, wholes, weights = zip(*split, strict=True)
-        inside = replace(self, mesh=OneRank(self.mesh))
+        """Run a run of layers in one ``on_ranks`` region. A layer's weights are sliced in the branches that read them (``Layer.bind``)."""
+        graphs, wholes, weights = zip(*split, strict=True)  # per kind, from ``split_stack``
+        on_one_rank = replace(self, mesh=OneRank(self.mesh))
 
         def run(wholes, weights, x, cache, first, tokens, copies):
             def body(carry, index):
                 x, cache = carry
-                own = lambda array: jax.lax.dynamic_index_in_dim(array, index, keepdims=False)  # noqa: E731
+                at_layer = lambda array: jax.lax.dynamic_index_in_dim(array, index, keepdims=False)  # noqa: E731
                 binds = [
-                    lambda graph=graph, whole=whole, stack=stack: nnx.merge(graph, whole, jax.tree.map(own, stack))
+                    lambda graph=graph, whole=whole, stack=stack: nnx.merge(graph, whole, jax.tree.map(at_layer, stack))
                     for graph, whole, stack in zip(graphs, wholes, weights, strict=True)
                 ]
-                blocks, here = [bind() for bind in binds], jax.tree.map(own, copies)
-                x, cache, report = inside._period(blocks, binds, index, first, x, cache, tokens, here)
+                blocks, layer_copies = [bind() for bind in binds], jax.tree.map(at_layer, copies)
+                x, cache, report = on_one_rank._period(blocks, binds, index, first, x, cache, tokens, layer_copies)
                 return (x, cache), report
 
             (x, cache), reports = jax.lax.scan(body, (x, cache), jnp.arange(count))

@@ -1,4 +1,4 @@
-"""Workload, objectives, and the options of a plan that are not layouts."""
+"""Workload, objectives, and the options of a plan that are not part of a layout."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from sharding.mesh import MeshSpec
 
 FIRST, _, _ = ends("acceptance of the first draft")
 FADING = ends("acceptance of a further draft")
-"""Acceptance rate of a draft ÷ that of the draft before it, given that all earlier ones were accepted: value, low, high."""
+"""Acceptance rate of a draft ÷ that of the draft before it, each given that all earlier ones were accepted: value, low, high."""
 _UNSURE = 0.05
-"""Uncertainty of a given acceptance rate, each way."""
+"""A given acceptance rate is uncertain by this much in each direction."""
 DISPATCHES = ("deepep", "auto", "gather", "padded", "ragged", "hierarchical")
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of prompts or outputs: mean, and coefficient of variation (standard deviation ÷ mean)."""
+    """Distribution of prompt or output lengths in tokens: mean, and coefficient of variation (standard deviation ÷ mean)."""
 
     mean: float
     variation: float = 0.0
-    even: bool = False  # uniform around the mean, as benchmarks with a range draw lengths; else log-normal
+    even: bool = False  # uniform, as benchmarks draw lengths from a range; otherwise log-normal
 
     def around(self, ratio: float) -> Lengths:
         """Uniform lengths from mean × (1 - ratio) to mean × (1 + ratio), as with vLLM's `--random-range-ratio`."""
@@ -93,9 +93,9 @@ class Workload:
     concurrency: float | None = None
     rate: float | None = None
     prefix_hit: float = 0.0  # share of a prompt's tokens that the prefix cache holds
-    # classes of the mixture; estimates use its mean and variation, the simulation draws each request from a class
+    # classes of a mixture, whose mean lengths and variations are `input` and `output`; the simulation draws each request from a class
     classes: tuple[RequestClass, ...] = ()
-    # cached positions of every request, for decode steps alone; None: derived from input and output
+    # cached positions of every request, if only decode steps are planned; None: follows from input and output
     decoding_at: float | None = None
 
     @classmethod
@@ -106,10 +106,10 @@ class Workload:
             raise UserError(f"--class has shares of {total:g} together; expected 1 in all, and each name once")
 
         def mixed(side: str) -> Lengths:
-            lengths = [(request_class.share, getattr(request_class, side)) for request_class in classes]
-            mean = sum(share * length.mean for share, length in lengths)
-            square = sum(share * length.mean**2 * (1 + length.variation**2) for share, length in lengths)
-            return Lengths(mean, max(0.0, square / mean**2 - 1) ** 0.5)
+            weighted_lengths = [(request_class.share, getattr(request_class, side)) for request_class in classes]
+            mean = sum(share * length.mean for share, length in weighted_lengths)
+            mean_square = sum(share * length.mean**2 * (1 + length.variation**2) for share, length in weighted_lengths)
+            return Lengths(mean, max(0.0, mean_square / mean**2 - 1) ** 0.5)
 
         return cls(mixed("input"), mixed("output"), classes=tuple(classes), **others)
 
@@ -118,12 +118,12 @@ class Workload:
 
     @property
     def kinds(self) -> tuple[RequestClass, ...]:
-        """The classes, or a single one without a name."""
+        """The classes; for a workload without classes, one without a name."""
         return self.classes or (RequestClass("", 1.0, self.input, self.output),)
 
     @property
     def computed(self) -> float:
-        """Mean prompt tokens of a request that are computed."""
+        """Mean prompt tokens of a request that prefill computes."""
         return max(1.0, self.input.mean * (1 - self.prefix_hit))
 
     @property
@@ -133,18 +133,18 @@ class Workload:
 
     @property
     def context(self) -> float:
-        """Mean positions that a decoded token attends to. Long outputs have more tokens, and weigh more."""
+        """Mean positions that a decoded token attends to. Long outputs count more, because they have more tokens."""
         return self.decoding_at or self.input.mean + self.output.mean * (1 + self.output.variation**2) / 2
 
     @property
     def uneven(self) -> float:
-        """Coefficient of variation of the contexts in a batch, whose requests are at random points of their outputs."""
-        spread = (self.input.mean * self.input.variation) ** 2 + self.output.mean**2 / 12
-        return 0.0 if self.decoding_at else spread**0.5 / self.context
+        """Coefficient of variation of the contexts of a decode batch, in which each request is at a random point of its output."""
+        variance = (self.input.mean * self.input.variation) ** 2 + self.output.mean**2 / 12
+        return 0.0 if self.decoding_at else variance**0.5 / self.context
 
     @property
     def held(self) -> float:
-        """Tokens of a request at its end, for which the KV cache needs room."""
+        """Mean tokens of a request when it ends, for which the KV cache needs room."""
         return self.decoding_at or self.input.mean + self.output.mean
 
 
@@ -162,7 +162,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Pins:
-    """Given meshes and numbers of instances of a disaggregated service, or given meshes of AFD."""
+    """Meshes and numbers of instances that the user fixes: of a disaggregated service, or meshes of AFD."""
 
     prefill_mesh: MeshSpec | None = None
     decode_mesh: MeshSpec | None = None
@@ -173,13 +173,13 @@ class Pins:
 
     @property
     def separated(self) -> bool:
-        """Whether a mesh or a number of a disaggregated service is given."""
+        """Whether a mesh or a number of instances of a disaggregated service is fixed."""
         options = (self.prefill_mesh, self.decode_mesh, self.prefill_count, self.decode_count)
         return any(value is not None for value in options)
 
 
 class Asked(Protocol):
-    """Common fields of a `Question` and of an `Instance`, which is one layout of a question."""
+    """Fields that a `Question` and an `Instance` share. An instance is one layout of a question."""
 
     config: ModelConfig
     cluster: Cluster
@@ -189,15 +189,15 @@ class Asked(Protocol):
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of a plan that are not layouts. Raises `UserError` for a value out of range, and for options that exclude each other."""
+    """Options of a plan that are not part of a layout. Raises `UserError` for values out of range and options that exclude each other."""
 
     precision: Precision = PRECISIONS["fp8"]
     drafts: int = 0  # MTP drafts per step
-    acceptance: float | tuple[float, ...] = FIRST  # acceptance rate of the first draft, or of each position
+    acceptance: float | tuple[float, ...] = FIRST  # rate of the first draft, or of each position (`tokens_a_step`)
     redundant: int | None = None  # redundant experts; None: search
     skew: Skew = DEFAULT_SKEW
     overlap: str = "auto"  # two-batch overlap: on, off, or auto for the faster; dsjax takes the faster with `on` only
-    modes: tuple[str, ...] = ("aggregated", "separated")
+    modes: tuple[str, ...] = ("aggregated", "separated")  # services with one kind of instance, and disaggregated ones
     prefill_tokens: int = 16384  # most prompt tokens of a DP rank in one step
     max_devices: int | None = None  # of the cluster; None: all
     dispatch: str = "deepep"  # or a method of dsjax, priced as XLA's collectives
@@ -251,15 +251,15 @@ def tokens_a_step(acceptance: float | Sequence[float], drafts: int) -> float:
     """
     if not drafts:
         return 1.0
-    off = (0.0, -_UNSURE, _UNSURE)
+    offsets = (0.0, -_UNSURE, _UNSURE)
     if isinstance(acceptance, Sequence):
-        tokens = [1 + float(np.clip(np.add(acceptance[:drafts], d), 0, 1).sum()) for d in off]
+        tokens = [1 + float(np.clip(np.add(acceptance[:drafts], offset), 0, 1).sum()) for offset in offsets]
         source = f"acceptance of each position as given, ± {_UNSURE:g}"
     else:
-        cases = zip(np.clip(np.add(acceptance, off), 0, 1), FADING, strict=True)
+        cases = zip(np.clip(np.add(acceptance, offsets), 0, 1), FADING, strict=True)
         tokens = [1 + float(np.cumprod(first * fading ** np.arange(drafts)).sum()) for first, fading in cases]
-        further = f"of each further one {FADING[0]} (0.76 – 0.87) of the one before"
-        source = f"MTP acceptance of the first draft as given, ± {_UNSURE:g}; {further}"
+        further_drafts = f"of each further one {FADING[0]} (0.76 – 0.87) of the one before"
+        source = f"MTP acceptance of the first draft as given, ± {_UNSURE:g}; {further_drafts}"
     return assumed(*tokens, "tokens a step", source)
 
 

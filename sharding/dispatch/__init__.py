@@ -35,7 +35,7 @@ __all__ = [
     "sent_to_experts",
 ]
 
-_WITH_JAX = {
+_LAZY_IMPORTS = {  # name → module of this package, which imports JAX
     "Collective": "collectives",
     "DispatchStatistics": "statistics",
     "Exchange": "entry",
@@ -54,7 +54,7 @@ _WITH_JAX = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import names that need JAX lazily, because the planner uses `choose_method` and `default_capacity` without JAX."""
-    if name in _WITH_JAX:
-        return getattr(importlib.import_module(f"sharding.dispatch.{_WITH_JAX[name]}"), name)
+    """Import a name of `_LAZY_IMPORTS` when it is used: the planner uses `choose_method` and `default_capacity` without JAX."""
+    if name in _LAZY_IMPORTS:
+        return getattr(importlib.import_module(f"sharding.dispatch.{_LAZY_IMPORTS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

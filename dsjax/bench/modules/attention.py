@@ -1,4 +1,4 @@
-"""Attention benchmark cases by rows and context, from the projections and cache write to the output projection."""
+"""Attention benchmark cases by rows and context: the projections, the cache write, attention, and the output projection."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,14 +26,14 @@ from dsjax.model.step import ModelStep
 from dsjax.model.transformer import attention_of
 
 MOST_CACHE = 1 << 30
-"""Maximum bytes of cache. If the layers do not all fit, the benchmark cycles through the cache layers that do."""
+"""Maximum bytes of cache. If the model's layers do not all fit, the benchmark cycles through as many as do."""
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionShape:
-    """The step's attention of one kind and form: rows of `chunk` tokens, each of which attends to the `cached` positions before it.
+    """Attention of one kind and form at one size: rows of `chunk` tokens, each of which also attends to the `cached` positions before it.
 
-    kind: see `LayerKind`. in_model: number of the model's layers with it.
+    kind: see `LayerKind`. in_model: number of the model's layers of this kind.
     """
 
     setting: Setting
@@ -45,7 +45,7 @@ class AttentionShape:
     cached: int
 
     def step_of(self, layers: int) -> ModelStep:
-        """Return the step of a model with only so many layers of this kind, and a cache in the layout that the form reads."""
+        """Return the step of a model with `layers` layers, all of this kind, and with the cache layout of this form."""
         config = self.setting.config.with_layers(self.kind, layers)
         return replace(self.setting.step, config=config, prefill_form=self.form, decode_form=self.form)
 
@@ -61,7 +61,7 @@ class AttentionShape:
 
     @property
     def pages(self) -> dict[str, int]:
-        """Pages of each kind per row."""
+        """Pages per row, by page table. Layers without window pages do not use `window`."""
         page = self.setting.step.page_size
         return {"context": -(-self.context // page), "window": window_columns(self.chunk, page)}
 
@@ -79,7 +79,7 @@ class AttentionShape:
     def cost(self) -> tuple[float, float]:
         """Return a layer's FLOPs, and the bytes that it moves apart from its weights."""
         shape = {"rows": self.rows, "chunk": self.chunk, "context": self.context}
-        attended, itemsize = self.cached + (self.chunk + 1) / 2, self.setting.dtype.itemsize
+        attended, itemsize = self.cached + (self.chunk + 1) / 2, self.setting.dtype.itemsize  # mean of the tokens
         shape |= {"cache_dtype": self.step.cache_dtype, "activation_itemsize": itemsize, "attended": attended}
         cost = attention_cost(self.step.config, self.kind, self.form, **shape)
         return cost.flops, cost.cache_read_bytes + cost.cache_write_bytes + cost.activation_bytes
@@ -89,17 +89,17 @@ class AttentionShape:
         setting, page = self.setting, self.setting.step.page_size
         # Pages in random order, as after serving for a while; page 0 is never used.
         rng = np.random.default_rng(setting.seed)
-        ordered = {
+        page_numbers = {
             table: (rng.permutation(self.rows * count) + 1).reshape(self.rows, count)
             for table, count in self.pages.items()
         }
-        windows = self.pages["window"] if any(g.table == "window" for g in self.step.cache_groups) else 0
-        columns = -(-setting.max_model_len // page)
-        tables = np.zeros((1, self.rows, columns + windows), np.int32)
-        tables[0, :, : self.pages["context"]] = ordered["context"]
-        tables[0, :, columns:] = ordered["window"][:, :windows]
+        num_windows = self.pages["window"] if any(g.table == "window" for g in self.step.cache_groups) else 0
+        context_columns = -(-setting.max_model_len // page)
+        tables = np.zeros((1, self.rows, context_columns + num_windows), np.int32)
+        tables[0, :, : self.pages["context"]] = page_numbers["context"]
+        tables[0, :, context_columns:] = page_numbers["window"][:, :num_windows]
         per_row = lambda value: jnp.full((1, self.rows), value, jnp.int32)  # noqa: E731
-        shape = GroupShape(self.rows, self.chunk, columns, self.form, windows)
+        shape = GroupShape(self.rows, self.chunk, context_columns, self.form, num_windows)
         tokens = jnp.zeros((1, self.rows, self.chunk), jnp.int32)
         return {
             "x": setting.random((1, self.rows * self.chunk, setting.config.hidden_size)),
@@ -108,23 +108,23 @@ class AttentionShape:
 
     def cache(self) -> Cache:
         """Make a zero-filled cache of `layers` layers."""
-        pages, windows = (self.rows * self.pages[table] + 1 for table in TABLES)
-        described = device_cache.describe(self.step, pages, windows)
-        return {name: jnp.zeros(array.shape, array.dtype) for name, array in described.items()}
+        context_pages, window_pages = (self.rows * self.pages[table] + 1 for table in TABLES)
+        specs = device_cache.describe(self.step, context_pages, window_pages)
+        return {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in specs.items()}
 
     def attend(self, attention: nnx.Module, x: jax.Array, arrays: Mapping[str, Any], cache: Cache, number):
         """Run one layer's attention as the step does: projections, cache write, attention, output. Return `(out, cache)`.
 
-        attention: the layer's module. number: its layer of the cache.
+        attention: the layer's module. number: the layer's number in the cache.
         """
         step, multiply = self.step, self.setting.multiply
-        family, tokens = step.attention, step.tokens([arrays["group"]])
+        attention_family, tokens = step.attention, step.tokens([arrays["group"]])
         products = {"multiply": multiply, "normalise": step.products.normalise}
-        p = family.project(attention, x, tokens.rotation, [self.form], **products)
-        cache = family.cache_entries(attention, cache, number, tokens, p)
+        projected = attention_family.project(attention, x, tokens.rotation, [self.form], **products)
+        cache = attention_family.cache_entries(attention, cache, number, tokens, projected)
         layer = Layer(SimpleNamespace(attn=attention), None, number, tokens, None)
-        [found] = step.parts.heads(layer, p, cache)
-        return family.output(attention, self.form, found, multiply).reshape(x.shape), cache
+        [result] = step.parts.heads(layer, projected, cache)
+        return attention_family.output(attention, self.form, result, multiply).reshape(x.shape), cache
 
 
 def attention_cases(
@@ -140,10 +140,10 @@ def attention_cases(
         shape = AttentionShape(setting, kind, in_model, form, rows, chunk, cached)
         if shape.context > setting.max_model_len:
             continue
-        flops, other = shape.cost()
+        flops, other_bytes = shape.cost()
         sizes = {"rows": rows, "chunk": chunk, "context": cached, "tokens": rows * chunk}
         sizes |= {"block": shape.step.attention.block(rows, chunk)}
-        work, build = ModuleWork(flops, stack.layer_bytes, other), partial(_attention_loop, stack, shape)
+        work, build = ModuleWork(flops, stack.layer_bytes, other_bytes), partial(_attention_loop, stack, shape)
         variant = f"{form if setting.config.family.has_forms else kind} {phase}"
         yield ModuleCase("attention", variant, sizes, work, stack.nbytes + 2 * shape.layers * shape.layer_bytes, build)
 

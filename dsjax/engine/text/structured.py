@@ -19,18 +19,18 @@ KEPT_GRAMMARS = 64
 """Number of compiled grammars in the cache."""
 
 COMPILE_STACK = 256 * 2**20
-"""Stack size for compiling, in bytes. llguidance recurses once per rule, and a chain of 7,500 rules, which fits in a grammar's text,
-overflowed the usual 8 MB and killed the process; 64 MB sufficed. Only the used part is backed by memory."""
+"""Stack size of the compiling thread, in bytes. llguidance recurses once per rule: 7,500 chained rules, which `MAX_GRAMMAR_CHARS` allows,
+overflowed the usual 8 MB and killed the process; 64 MB sufficed. Stack that is not used takes no memory."""
 
 JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"( |\n[ \t]{0,16})?"}
-"""Allow one space, or a line break and an indentation, between JSON tokens: both common styles, but no endless whitespace."""
+"""Allow one space, or a line break and an indentation, between JSON tokens: both common styles, but no unbounded whitespace."""
 
 COMPACT_JSON_OPTIONS: dict[str, Any] = {"whitespace_flexible": False}
 """Allow no whitespace between JSON tokens, for `disable_any_whitespace`."""
 
 
 def parser_limits() -> LLParserLimits:
-    """Return the cost limits of a grammar: by llguidance's figures about 20 ms to compile, and 5 ms per token."""
+    """Return limits on the cost of a grammar: about 20 ms to compile and 5 ms per token, by llguidance's figures."""
     return LLParserLimits(
         max_items_in_row=1_000,
         initial_lexer_fuel=1_000_000,
@@ -43,7 +43,7 @@ def parser_limits() -> LLParserLimits:
 
 
 class Constraint:
-    """A completion's state in its grammar. active: whether it constrains the next token; tokens up to ``structured_after`` are free."""
+    """Grammar state of one completion. active: whether the next token is constrained; it is free up to and including `structured_after`."""
 
     def __init__(self, matcher: LLMatcher, after: int | None):
         self._matcher, self._after = matcher, after
@@ -51,19 +51,19 @@ class Constraint:
 
     @property
     def complete(self) -> bool:
-        """Whether only the end may follow."""
+        """Whether only an end-of-sequence token may follow."""
         return self.active and self._matcher.is_stopped()
 
     def preview(self, drafts: Sequence[int], words: int) -> tuple[np.ndarray, str | None]:
-        """Return ``[1 + usable, words]`` int32: the tokens allowed next, and after each draft that the grammar allows.
+        """Return bit masks `[1 + usable, words]`, int32: row i has the tokens allowed after the first i drafts.
 
-        Bit ``t % 32`` of word ``t // 32`` stands for token t. Also return the error if the grammar cannot continue. The constraint's state
-        does not change.
+        A draft is usable if the grammar allows it and all drafts before it. Bit `t % 32` of word `t // 32` stands for token t. Also return
+        the error if the grammar cannot continue. Without an error, the state of the constraint does not change.
         """
         masks = np.full((1 + len(drafts), words), -1, np.int32)
         is_active = self.active
-        consumed = 0
-        usable = 0
+        num_consumed = 0  # by the matcher, which is rolled back below
+        num_usable = 0
         for index in range(1 + len(drafts)):
             if is_active:
                 self._matcher.unsafe_compute_mask_ptr(masks[index].ctypes.data, masks[index].nbytes)
@@ -76,16 +76,16 @@ class Constraint:
                 is_active = draft == self._after
             elif masks[index, draft // 32] >> (draft % 32) & 1 and not self._matcher.is_stopped():
                 self._matcher.consume_token(draft)
-                consumed += 1
-                if self._matcher.is_stopped():  # an end token: nothing follows
+                num_consumed += 1
+                if self._matcher.is_stopped():  # after an end-of-sequence token there is no further mask
                     break
             else:
                 break
-            usable += 1
+            num_usable += 1
         error = self._error()
-        if consumed and error is None:
-            self._matcher.rollback(consumed)
-        return masks[: 1 + usable], error
+        if num_consumed and error is None:
+            self._matcher.rollback(num_consumed)
+        return masks[: 1 + num_usable], error
 
     def take(self, token_id: int) -> str | None:
         """Advance by one token. Return the error if the grammar cannot continue."""
@@ -114,7 +114,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
         self._tokens: LLTokenizer | None = None
-        self._matcher = functools.lru_cache(KEPT_GRAMMARS)(self._compile_in_deep_stack)
+        self._matcher = functools.lru_cache(KEPT_GRAMMARS)(self._compile_in_deep_stack)  # copied per use
         self._lock = threading.Lock()
 
     def compile(self, outputs: StructuredOutputs) -> Constraint:
@@ -136,22 +136,22 @@ class GrammarCompiler:
             if self._tokens is None:
                 table = _TokenTable(self._tokenizer, self._vocab_size, self._eos)
                 self._tokens = LLTokenizer(TokenizerWrapper(table), eos_token=self._eos)
-            before = threading.stack_size(COMPILE_STACK)
+            previous_size = threading.stack_size(COMPILE_STACK)
             try:
-                thread = ThreadPoolExecutor(1, "dsjax-grammar")
-                compiled = thread.submit(self._compile, grammar)
+                executor = ThreadPoolExecutor(1, "dsjax-grammar")
+                compiled = executor.submit(self._compile, grammar)
             finally:
-                threading.stack_size(before)
-        with thread:
+                threading.stack_size(previous_size)
+        with executor:
             return compiled.result()
 
     def _compile(self, grammar: str) -> LLMatcher:
-        """Return a matcher in its initial state. Compute one trial mask, since some unsatisfiable grammars fail only then."""
+        """Return a matcher in its initial state. Also compute one mask with a copy, since some unsatisfiable grammars fail only then."""
         matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=parser_limits())
         trial = matcher.deep_copy()
         if not matcher.is_error():
-            words = np.zeros(-(-self._vocab_size // 32), np.int32)
-            trial.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            mask = np.zeros(-(-self._vocab_size // 32), np.int32)
+            trial.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if trial.is_error():
             reason = _first_line(trial.get_error())
             raise ValueError("no text has this form" if reason.startswith("NoExtension") else reason)
@@ -159,7 +159,7 @@ class GrammarCompiler:
 
 
 class _TokenTable:
-    """llguidance's view of a tokenizer. Ids that only pad the model's vocabulary have no bytes and never match."""
+    """The tokenizer in the interface that llguidance expects. Ids that only pad the vocabulary have no bytes and never match."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
         self._tokenizer = tokenizer
@@ -168,11 +168,11 @@ class _TokenTable:
         token_ids = range(min(vocab_size, tokenizer.vocab_size))
         self.tokens = [tokenizer.token_bytes(i) for i in token_ids] + [b""] * (vocab_size - len(token_ids))
         self.special_token_ids = sorted({i for i in token_ids if tokenizer.is_special(i)} | set(eos_token_ids))
-        names = [self.tokens[i].decode("utf-8", "replace") for i in self.special_token_ids if i in token_ids]
-        self._special = re.compile("|".join(map(re.escape, filter(None, names))) or "(?!)")
+        special_texts = [self.tokens[i].decode("utf-8", "replace") for i in self.special_token_ids if i in token_ids]
+        self._special = re.compile("|".join(map(re.escape, filter(None, special_texts))) or "(?!)")
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Return the tokens of a text. Special tokens spell no text, so text that looks like one is split after its first character."""
+        """Return the ordinary tokens of a text. Text that looks like a special token stays text: it is split after its first character."""
         text = text.decode("utf-8") if isinstance(text, bytes) else text
         token_ids: list[int] = []
         while (special := self._special.search(text)) is not None:
@@ -206,7 +206,7 @@ def lark_text(outputs: StructuredOutputs) -> str:
 
 
 def _first_line(message: str) -> str:
-    """Return llguidance's message in one line. For a regex, the reason follows the expression in a later line."""
+    """Return llguidance's message in one line. For a regex, the reason is in a later line, after the expression with the place marked."""
     lines = message.strip().splitlines() or ["unknown reason"]
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if not (lines[0].endswith("regex parse error:") and reasons):

@@ -1,4 +1,4 @@
-"""`SendBuffers`: chunks that a prefill engine keeps for others, until they are pulled, cancelled or expired."""
+"""`SendBuffers`: chunks that a prefill engine keeps for decode engines until they are pulled, cancelled or expired."""
 
 import itertools
 import secrets
@@ -13,36 +13,36 @@ from dsjax.engine.schedule.pages import window_name
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT, Chunk, ChunkReady, ToDecode
 
-_NUM_NUMBERS = WINDOW_NUMBERS
+_NUM_NUMBERS = WINDOW_NUMBERS  # chunks of window pages have these numbers plus `WINDOW_NUMBERS`
 
 
 @dataclass(eq=False)
 class PageSend:
-    """A prompt that is computed for a decode engine."""
+    """A transfer: the pages of one prompt, which this engine computes and sends to a decode engine."""
 
     transfer: str
     request: Request
-    receive: Callable[[ToDecode], None] | None  # sends a message to the decode engine; None until that engine has asked
+    receive: Callable[[ToDecode], None] | None  # sends a message to the decode engine; None until one asks
     first: int  # first page requested
-    next: int  # the first page that is not handed over yet
+    next: int  # first page that has not been computed yet; those before are in chunks or wait for one
     end: int  # page after the last one requested
-    # 1 in a model with window pages: the window page at `end` follows the others, as page number `end`
+    # 1 in a model with window pages, else 0: the window page at `end` is sent after the others, as page number `end`
     windows: int = 0
     cached: int | None = None  # tokens found in the cache at its first admission; None before that
 
     @property
     def is_complete(self) -> bool:
-        """Whether every page is sent, or about to be."""
+        """Whether every page has been computed, and is in a chunk or waits for one."""
         return self.next >= self.end + self.windows
 
     def notify(self, message: ToDecode) -> None:
-        """Tell the decode engine, if one has asked."""
+        """Send a message to the decode engine, if one has asked."""
         if self.receive is not None:
             self.receive(message)
 
 
 class ChunkOwner(NamedTuple):
-    """The process that keeps a rank's chunks: its address (empty if there is one process), and whether it is another process."""
+    """The process that keeps a rank's chunks: its address (empty if there is only one process), and whether it is not this process."""
 
     address: str = ""
     is_remote: bool = False
@@ -50,18 +50,18 @@ class ChunkOwner(NamedTuple):
 
 @dataclass(eq=False)
 class SendBuffer:
-    """A chunk of a transfer."""
+    """State of one chunk of a transfer."""
 
     rank: int
     send: PageSend
-    offer: ChunkReady
-    deadline: float
-    chunk: Chunk | None = None  # its pages; None before they are gathered, or if another process keeps them
-    is_ready: bool = False
+    offer: ChunkReady  # message that offers the chunk to the decode engine
+    deadline: float  # when the chunk expires
+    chunk: Chunk | None = None  # arrays of its pages; None before they are gathered, or if another process keeps them
+    is_ready: bool = False  # whether it has been offered
 
 
 class SendBuffers:
-    """Tracks chunks from the plan that gathers their pages until they are dropped, and limits how many each rank has.
+    """Tracks chunks from the plan that gathers their pages until they are dropped, and limits the number of chunks of each rank.
 
     The engine's thread begins chunks and drops them, the executor's thread calls `ready`, and other threads take them.
 
@@ -71,7 +71,7 @@ class SendBuffers:
 
     def __init__(self, timeout: float, offer: Callable[[PageSend, ChunkReady], None]):
         self.timeout, self._offer = timeout, offer
-        self._dropped_elsewhere: list[int] = []
+        self._dropped_elsewhere: list[int] = []  # chunk numbers for `take_dropped`
         self._buffers: dict[int, SendBuffer] = {}
         # Random, so that numbers change after a restart and cannot be guessed.
         self._numbers = itertools.count(secrets.randbelow(_NUM_NUMBERS))
@@ -82,7 +82,7 @@ class SendBuffers:
     def reset(self, owners: Sequence[ChunkOwner]) -> None:
         """Forget all chunks and start with a new executor. owners: of the executor's ranks."""
         with self._lock:
-            self._owners, self._room = list(owners), [MOST_KEPT // CHUNK_PAGES] * len(owners)
+            self._owners, self._room = list(owners), [MOST_KEPT // CHUNK_PAGES] * len(owners)  # chunks that fit
             self._buffers.clear()
             self._dropped_elsewhere.clear()
 
@@ -102,13 +102,13 @@ class SendBuffers:
         return self._room[rank]
 
     def begin(self, rank: int, send: PageSend, first: int, count: int) -> int:
-        """Begin a chunk for `count` pages from `first` on, and return its number."""
+        """Begin a chunk for `count` pages from `first` on (page `send.end` is the window page), and return its number."""
         with self._lock:
             number = next(self._numbers) % _NUM_NUMBERS
             self._room[rank] -= 1
             address, hashes = self._owners[rank].address, send.request.page_hashes
             names = b"".join(hashes[first : first + count])
-            if first == send.end:
+            if first == send.end:  # the window page
                 number, names = number + WINDOW_NUMBERS, window_name(hashes[first - 1])
             offer = ChunkReady(send.transfer, number, first, count, send.cached or 0, address, names)
             self._buffers[number] = SendBuffer(rank, send, offer, time.monotonic() + self.timeout)
@@ -125,7 +125,7 @@ class SendBuffers:
         self._offer(buffer.send, buffer.offer)
 
     def take(self, number: int) -> Chunk | None:
-        """Return an offered chunk, which is kept until it is released; None if it is not kept."""
+        """Return a chunk and keep it until it is released; None if this process does not have it (any more, or yet)."""
         buffer = self._buffers.get(number)
         return None if buffer is None else buffer.chunk
 
@@ -140,7 +140,7 @@ class SendBuffers:
             return {number: buffer for number, buffer in self._buffers.items() if buffer.send is send}
 
     def release(self, numbers: Iterable[int]) -> None:
-        """Drop chunks."""
+        """Drop chunks, which makes room for others."""
         with self._lock:
             for number in numbers:
                 buffer = self._buffers.pop(number, None)

@@ -21,20 +21,20 @@ _SOCKETS = "/proc/self/fd"
 
 
 class Collectives:
-    """gloo connections of this process. Thread-safe. endpoint: gloo's listening address; None if unknown."""
+    """gloo connections of this process. Thread-safe. endpoint: the address where gloo listens in this process; None if unknown."""
 
     def __init__(self):
         self.endpoint: Endpoint | None = None
-        self._others: set[Endpoint] = set()
+        self._others: set[Endpoint] = set()  # the endpoints of all processes so far
         self._epoch = -1
-        self._order = ()
-        self._seen: set[int] = set()  # inodes of connections of earlier mesh epochs
-        self._of: dict[tuple[int, ...], set[int]] = {}  # inodes by the device order that opened them
-        self._beside: dict[int, Callable[[], None]] = {}  # by mesh epoch
+        self._order = ()  # devices of the current mesh epoch
+        self._seen: set[int] = set()  # inodes of all connections before the current mesh epoch
+        self._of: dict[tuple[int, ...], set[int]] = {}  # device order → inodes of what its mesh epochs opened
+        self._beside: dict[int, Callable[[], None]] = {}  # mesh epoch → the argument of `cut_with`
         self._lock = threading.Lock()
 
     def made_by(self, make: Callable[[], Made]) -> Made:
-        """Call `make`, which makes gloo listen, and record gloo's address."""
+        """Call `make`, which makes gloo listen on a new socket, and record its address."""
         before = set(_listeners())
         result = make()
         new_listeners = set(_listeners()) - before
@@ -43,15 +43,15 @@ class Collectives:
         return result
 
     def begin(self, epoch: int, order: Iterable[int], endpoints: Iterable[Sequence | None]) -> None:
-        """Begin a mesh epoch, which has no connections yet.
+        """Begin a mesh epoch, which has opened no connections yet.
 
-        order: its devices. endpoints: of its processes. gloo keeps a group with a given device order, and its connections, for ever.
-        """
+        order: ids of its devices. endpoints: `endpoint` of each of its processes. gloo keeps the group of a device order, and the group's
+        connections, for ever: a later mesh epoch with that order uses them again."""
         with self._lock:
             self._others.update(tuple(endpoint) for endpoint in endpoints if endpoint is not None)
-            now = {inode for inode, _ in self._connections()}
-            self._of.setdefault(self._order, set()).update(now - self._seen)
-            self._seen |= now
+            inodes = {inode for inode, _ in self._connections()}
+            self._of.setdefault(self._order, set()).update(inodes - self._seen)  # of the mesh epoch that ends
+            self._seen |= inodes
             self._epoch = epoch
             self._order = tuple(order)
 
@@ -72,14 +72,14 @@ class Collectives:
         with self._lock:
             if epoch != self._epoch:
                 return 0
-            count = 0
-            again = self._of.get(self._order, set())
+            num_closed = 0
+            reused = self._of.get(self._order, set())  # opened in earlier mesh epochs
             for inode, connection in self._connections():
-                if inode not in self._seen or inode in again:
+                if inode not in self._seen or inode in reused:
                     with contextlib.suppress(OSError):  # already closed
                         connection.shutdown(socket.SHUT_RDWR)
-                        count += 1
-            return count
+                        num_closed += 1
+            return num_closed
 
     def _connections(self) -> Iterator[tuple[int, socket.socket]]:
         """Yield gloo's connections with their inodes."""
@@ -88,8 +88,8 @@ class Collectives:
             return
         for inode, socket_ in _sockets():
             with contextlib.suppress(OSError):
-                here, there = socket_.getsockname()[:2], socket_.getpeername()[:2]  # a listener has no peer
-                if here == endpoint or there in self._others:
+                local, remote = socket_.getsockname()[:2], socket_.getpeername()[:2]  # a listener has no peer
+                if local == endpoint or remote in self._others:
                     yield inode, socket_
 
 
@@ -102,16 +102,16 @@ def _listeners() -> Iterator[Endpoint]:
 
 def _sockets() -> Iterator[tuple[int, socket.socket]]:
     """Yield the process's TCP sockets with their inodes; each as a duplicate that is closed afterwards."""
-    names = os.listdir(_SOCKETS) if os.path.isdir(_SOCKETS) else []
-    for name in names:
+    fds = os.listdir(_SOCKETS) if os.path.isdir(_SOCKETS) else []
+    for fd in fds:
         try:
-            number = os.dup(int(name))
+            duplicate = os.dup(int(fd))
         except OSError:  # closed in the meantime
             continue
-        status = os.fstat(number)
+        status = os.fstat(duplicate)
         if not stat.S_ISSOCK(status.st_mode):
-            os.close(number)
+            os.close(duplicate)
             continue
-        with socket.socket(fileno=number) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                yield status.st_ino, connection
+        with socket.socket(fileno=duplicate) as socket_:
+            if socket_.family in (socket.AF_INET, socket.AF_INET6) and socket_.type == socket.SOCK_STREAM:
+                yield status.st_ino, socket_
