@@ -35,10 +35,10 @@ class DryRunArgs:
     # `decode` (per row one token or, with speculative decoding, the last token and the drafts to verify), `prefill` (`prefill_chunk` tokens
     # per row), or `mixed` (decodes, plus prompts of `max_num_batched_tokens`)
     step: Literal["decode", "prefill", "mixed"] = "decode"
-    # rows per DP rank, in a mixed step only the decodes; None: `max_num_seqs`, or 32 decodes, or as many prefill rows as
-    # `max_num_batched_tokens` allows
+    # rows per DP rank (in a mixed step, decode rows); None: in a prefill step as many as `max_num_batched_tokens` allows, otherwise
+    # `max_num_seqs` or 32
     batch: int | None = None
-    # tokens of a row's page table; None: `max_model_len`, or 4,096, or the model's number of positions
+    # tokens of a row's page table; None: `max_model_len` or 4,096, at most the model's number of positions
     context: int | None = None
 
     def __post_init__(self):
@@ -77,7 +77,7 @@ class DryRunArgs:
 
     @property
     def drafts(self) -> int:
-        """Tokens that each row drafts after this step, for this number of rows; a decode verifies the same number."""
+        """Draft tokens per row at this number of rows: drafted after the step and, if it decodes, also verified in it."""
         return self.engine.speculation.drafts(self.rows) if self.engine.speculation else 0
 
     @property
@@ -104,7 +104,7 @@ class DryRunArgs:
         return dataclasses.replace(self.engine, dtype="float32" if config.torch_dtype == "float32" else "bfloat16")
 
     def limits(self, config: ModelConfig, spec: MeshSpec) -> ExecutorLimits:
-        """Return the executor's sizes: a cache of `cache_tokens`, or just enough for the rows, plus page 0, which is never used.
+        """Return the executor's sizes. The cache has `cache_tokens`, or just enough for the rows, plus page 0, which is never used.
 
         Raises:
             TooLarge: the cache has more slots than a program can address.
@@ -115,13 +115,13 @@ class DryRunArgs:
         pages = -(-self.engine.cache_tokens // page) if self.engine.cache_tokens else rows * pages_of_a_row
         slots = (pages + 1) * page  # with page 0
         if slots > _MOST_SLOTS:
-            asked = (
+            given = (
                 "--cache-tokens"
                 if self.engine.cache_tokens
                 else f"--batch {self.rows:,} at --context {self.row_tokens:,}"
             )
             raise TooLarge(
-                f"{asked}: a DP rank's cache would have {slots:,} token slots, and a program can number {_MOST_SLOTS:,}; ask for less"
+                f"{given}: a DP rank's cache would have {slots:,} token slots, and a program can number {_MOST_SLOTS:,}; ask for less"
             )
         return ExecutorLimits(
             max_rows_decode=self.rows,

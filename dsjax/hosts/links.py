@@ -30,7 +30,7 @@ from dsjax.messaging.endpoint import PING
 
 _SERVICE = "look"
 SECONDS = 3.0
-"""Ping timeout in seconds. TCP retransmits a connection's first packet after 1 s; a link that loses two counts as broken."""
+"""Ping timeout in seconds. TCP retransmits a connection's first packet after 1 s; a link that loses two such packets counts as broken."""
 _GRACE_SECONDS = 5.0
 _MOST_AT_ONCE = 64
 _PROBES, _PROBE_SECONDS = 5, 1.0
@@ -62,7 +62,7 @@ class LinkState:
 class Links:
     """Which peers a process can reach. Process 0 also decides which peers to exclude (`left_out`, see `Announcement`).
 
-    cut: ends the collectives of a mesh epoch. peer_of: returns process 0's connection to a member.
+    cut: called to end the collectives of a mesh epoch. peer_of: returns process 0's connection to a member.
 
     states: state of each watched link, by process id.
     """
@@ -84,25 +84,25 @@ class Links:
         endpoint.serve(_SERVICE, self._answer_check, roles=("listener",), kind=LinkCheck)
 
     def check_all(self, broken: int) -> tuple[GroupError | None, bool]:
-        """In process 0: ask all processes which peers they cannot reach; exclude as many as needed. Return why, and whether all answered.
+        """In process 0: ask all processes which peers they cannot reach, and exclude some so that the others all reach each other.
 
-        broken: mesh epoch whose collectives are abandoned.
+        Return the error of the last exclusion, if any, and whether all answered. broken: mesh epoch whose collectives are abandoned.
         """
         members = self._membership.live
         question = LinkCheck(broken, list(members))
         peers = {member.process_id: self._peer_of(member.process_id) for member in members[1:]}
         replies = {one: peer.request(_SERVICE, question, kind=list[int]) for one, peer in peers.items() if peer}
         deadline = time.monotonic() + SECONDS + _GRACE_SECONDS
-        cut = {0: self.unreached(members)}
+        missing = {0: self.unreached(members)}
         for process_id, reply in replies.items():
             with contextlib.suppress(TimeoutError, PeerLostError, RefusedError, RuntimeError):
-                cut[process_id] = reply.result(max(0.0, deadline - time.monotonic()))
-        # A process that has not answered may only hang; heartbeats decide whether it is gone.
-        cut = {one: [other for other in others if other in cut] for one, others in cut.items()}
+                missing[process_id] = reply.result(max(0.0, deadline - time.monotonic()))
+        # Ignore links to processes that have not answered: they may only hang, and heartbeats decide whether they are gone.
+        missing = {one: [other for other in others if other in missing] for one, others in missing.items()}
         error = None
-        for process_id in left_out(cut):
-            error = self._leave_out(process_id, cut)
-        return error, len(cut) == len(members)
+        for process_id in left_out(missing):
+            error = self._leave_out(process_id, missing)
+        return error, len(missing) == len(members)
 
     def why_left_out(self, announcement: Announcement) -> str | None:
         """Return why this process is excluded, or None if it is not."""
@@ -185,7 +185,7 @@ class Links:
             self._watched[member] = peer, sent, retransmitted_now
 
     def _drop(self, member: JoinRequest) -> None:
-        watched = self._watched.pop(member, None)  # `close` drops it in another thread
+        watched = self._watched.pop(member, None)  # `close` may have dropped it from another thread
         if watched is not None:
             watched[0].close()
 
@@ -222,13 +222,13 @@ def left_out(cut: Mapping[int, Collection[int]]) -> list[int]:
     that it cannot reach. A link that fails in one direction counts as broken.
     """
     pairs = {frozenset((one, other)) for one, others in cut.items() for other in others}
-    least_reached = []
+    excluded = []
     while pairs:
-        counts = Counter(process for pair in pairs for process in pair if process)
+        counts = Counter(process for pair in pairs for process in pair if process)  # broken links; process 0 stays
         worst = max(counts, key=lambda process: (counts[process], process))
-        least_reached.append(worst)
+        excluded.append(worst)
         pairs = {pair for pair in pairs if worst not in pair}
-    return sorted(least_reached)
+    return sorted(excluded)
 
 
 def _named(members: Sequence[JoinRequest]) -> str:

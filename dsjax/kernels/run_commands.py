@@ -15,12 +15,12 @@ def run_command(command: Sequence[str], seconds: float) -> tuple[int, str]:
 
 
 def run_together(commands: Sequence[Sequence[str]], seconds: float, at_once: int) -> list[tuple[int, str]]:
-    """Run at most ``at_once`` commands at a time and return (exit status, output) of each. After a failure no other is started.
+    """Run at most ``at_once`` commands at a time and return (exit status, output) of each, in the order in which they end.
 
-    On an error or a timeout, commands that still run are killed with their child processes.
+    After a failure no other command is started. On an error or a timeout, running commands are killed with their child processes.
 
     Raises:
-        OSError: a command cannot be started. subprocess.TimeoutExpired: they took longer than ``seconds``.
+        OSError: a command cannot be started. subprocess.TimeoutExpired: all together took longer than ``seconds``.
     """
     waiting, ended, deadline = list(commands), [], time.monotonic() + seconds
     running: list[_Started] = []
@@ -29,9 +29,9 @@ def run_together(commands: Sequence[Sequence[str]], seconds: float, at_once: int
             while waiting and len(running) < at_once:
                 running.append(_Started(waiting.pop(0)))
             first = running[0]
-            # A single command needs no polling.
-            code = first.wait(min(0.02, seconds) if len(running) > 1 else deadline - time.monotonic())
-            if code is None and time.monotonic() > deadline:
+            # Poll only if several run: a single command can be waited for until the deadline.
+            status = first.wait(min(0.02, seconds) if len(running) > 1 else deadline - time.monotonic())
+            if status is None and time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(first.command, seconds)
             done = [started for started in running if started.wait(0) is not None]
             running = [started for started in running if started not in done]
@@ -45,9 +45,9 @@ def run_together(commands: Sequence[Sequence[str]], seconds: float, at_once: int
 
 
 class _Started:
-    """A command running in its own session, with its output in an unnamed file.
+    """A command running in its own session. Its output goes to an unnamed file, because a leftover process would hold a pipe open.
 
-    A leftover process would hold a pipe open. A file in a temporary folder is used only without ``memfd_create``.
+    Without ``memfd_create``, a temporary file is used.
     """
 
     def __init__(self, command: Sequence[str]):
@@ -72,7 +72,7 @@ class _Started:
             return None
 
     def end(self) -> tuple[int, str]:
-        """Return the exit status and output of a command that has ended."""
+        """Return the exit status and the first MiB of output of a command that has ended."""
         with self._said as said:
             said.seek(0)
             return self._process.returncode, said.read(1 << 20).decode(errors="replace")

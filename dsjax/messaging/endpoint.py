@@ -43,13 +43,13 @@ from dsjax.messaging.wire import MOST_FRAME_BYTES, Kind, decode, decode_value, e
 
 PING = "ping"
 CONNECT_SECONDS = 5.0
-_END_SECONDS = 2.0
-_SWEEP_SECONDS, _SECOND_SWEEP_SECONDS = 1.0, 0.05
+_END_SECONDS = 2.0  # for libzmq's context to end
+_SWEEP_SECONDS, _SECOND_SWEEP_SECONDS = 1.0, 0.05  # between sweeps; from a disconnection's sweep to the next one
 _LOG_SECONDS = 60.0
 """Minimum seconds between log lines about unauthenticated peers."""
 _MAX_SOCKETS = 16384
-_MESSAGES_PER_TURN = 64
-_MAX_HELD = 4096
+_MESSAGES_PER_TURN = 64  # messages read from a socket before others are served
+_MAX_HELD = 4096  # requests kept for a service that is not registered yet
 _FAILED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
@@ -99,17 +99,17 @@ class Endpoint:
         self._wake_receiver.setblocking(False)
         self._poller = zmq.Poller()
         self._readers = {}
-        self._accepted: dict[bytes, Peer] = {}
-        self._dropped: set[bytes] = set()
-        self._disconnected: set[bytes] = set()  # their last messages may be unread
+        self._accepted: dict[bytes, Peer] = {}  # by routing id
+        self._dropped: set[bytes] = set()  # routing ids of peers asked to disconnect; their messages are ignored
+        self._disconnected: set[bytes] = set()  # routing ids of peers that are gone; last messages may be unread
         self._dialled: set[Peer] = set()
-        self._dialling: dict[Peer, tuple[Future[Peer], float]] = {}  # with deadlines
+        self._dialling: dict[Peer, tuple[Future[Peer], float]] = {}  # each with its deadline
         self._monitors: dict[zmq.Socket, zmq.Socket] = {}
         self.at_end: list[Callable[[], object]] = []  # called in the messaging thread
-        self._attached: weakref.WeakSet = weakref.WeakSet()  # used only by the messaging thread
+        self._attached: weakref.WeakSet = weakref.WeakSet()  # links and logs; used only by the messaging thread
         self.is_shared = False
-        self._sweep_at = time.monotonic() + _SWEEP_SECONDS
-        self._sweeps_soon = False
+        self._sweep_at = time.monotonic() + _SWEEP_SECONDS  # time of the next sweep
+        self._sweeps_twice = False  # a peer has disconnected: the second sweep follows the first soon
         self._ended = threading.Event()
         self._closed = False
         self._linger = 0.0
@@ -177,7 +177,7 @@ class Endpoint:
             try:
                 return connected.result()
             except PeerLostError:
-                if not resolved:  # else the name has another address
+                if not resolved:  # else try the name's next address
                     raise
 
     def ping(self, address: str, role: str, seconds: float) -> None:
@@ -217,21 +217,21 @@ class Endpoint:
     def socket(self, kind: int, host: str) -> zmq.Socket:
         """Create a socket with the common options. host: where it listens or to which it connects."""
         socket = self._context.socket(kind)
-        beat = int(self.silence * 250)
+        beat_ms = int(self.silence * 250)
         options = {
             zmq.SNDHWM: 0,  # a full queue would stop heartbeats
             zmq.RCVHWM: 0,
             zmq.BACKLOG: 512,
             zmq.CONNECT_TIMEOUT: int(CONNECT_SECONDS * 1000),
             zmq.HANDSHAKE_IVL: int(CONNECT_SECONDS * 1000),
-            zmq.HEARTBEAT_IVL: beat,
-            zmq.HEARTBEAT_TIMEOUT: 3 * beat,
-            zmq.HEARTBEAT_TTL: 3 * beat,
+            zmq.HEARTBEAT_IVL: beat_ms,
+            zmq.HEARTBEAT_TIMEOUT: 3 * beat_ms,
+            zmq.HEARTBEAT_TTL: 3 * beat_ms,
             zmq.MAXMSGSIZE: 2 * MOST_FRAME_BYTES,
             zmq.IPV6: ":" in host,
         }
         if kind in (zmq.DEALER, zmq.SUB):
-            # Never reconnect: the socket is closed long before. With −1, libzmq would drop what the other side sent before it ended.
+            # Never reconnect: the socket is closed long before. −1 would make libzmq drop what the other side sent before it ended.
             options[zmq.RECONNECT_IVL] = 3_600_000
         for option, value in options.items():
             socket.setsockopt(option, int(value))
@@ -290,13 +290,13 @@ class Endpoint:
         while not self._closed:
             seconds = max(0.0, self._sweep_at - time.monotonic())
             for socket, _ in self._poller.poll(seconds * 1000):
-                read = self._readers.get(socket)  # an earlier one may have closed it
+                read = self._readers.get(socket)  # an earlier reader may have closed it
                 if read is not None:
                     read()
             self._run_calls()
             if time.monotonic() >= self._sweep_at:
                 self.sweep()
-            while self._disconnected:  # read their last messages
+            while self._disconnected:  # read the last messages of peers that are gone, then forget the peers
                 self._receive()
         self._run_calls()
         for peer in [*self._accepted.values(), *self._dialled, *self._dialling]:
@@ -320,20 +320,20 @@ class Endpoint:
                 call()
 
     def _receive(self) -> None:
-        """Read pending messages at the port."""
+        """Read pending messages of accepted peers. Once all are read, forget the peers that are gone."""
         for _ in range(_MESSAGES_PER_TURN):
             try:
                 routing_id, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 self._forget_disconnected()
                 return
-            name = routing_id.bytes
-            if name in self._dropped or not frames:
+            sender = routing_id.bytes
+            if sender in self._dropped or not frames:
                 continue
-            peer = self._accepted.get(name)
+            peer = self._accepted.get(sender)
             if peer is None:
-                peer = self._accepted[name] = Peer(
-                    self, self._router, [name], _property(frames[0], "Peer-Address"), _property(frames[0], "User-Id")
+                peer = self._accepted[sender] = Peer(
+                    self, self._router, [sender], _property(frames[0], "Peer-Address"), _property(frames[0], "User-Id")
                 )
             self._handle(peer, [frame.bytes for frame in frames])
 
@@ -414,7 +414,7 @@ class Endpoint:
             socket.setsockopt(option, max(1, int(seconds * 1000)))
         connect_with_curve(socket, self.credentials.key, role)
         peer = Peer(self, socket, [], address, LISTENER)
-        # libzmq reports nothing if the system has no socket for the connection.
+        # The deadline is for a connection for which the system has no socket: libzmq reports nothing about it.
         self._dialling[peer] = connected, time.monotonic() + 2 * seconds + _SWEEP_SECONDS
         self._monitors[socket] = monitor
         self.read(monitor, lambda: self._watch_dialled(peer, monitor, connected))
@@ -449,20 +449,20 @@ class Endpoint:
             event = recv_monitor_message(self._router_monitor)
             if event["event"] == zmq.EVENT_DISCONNECTED:
                 self._sweep_at = 0.0
-                self._sweeps_soon = True
+                self._sweeps_twice = True
             elif event["event"] & _FAILED_HANDSHAKES:
                 self.turned_away[_rejection_reason(event["event"], event["value"])] += 1
                 self._report_turned_away()
 
     def sweep(self) -> None:
-        """Detect accepted peers that are gone: sending to them fails. Tend links and logs."""
-        self._sweep_at = time.monotonic() + (_SECOND_SWEEP_SECONDS if self._sweeps_soon else _SWEEP_SECONDS)
-        self._sweeps_soon = False
-        for name in [*self._accepted, *self._dropped]:
+        """Find accepted peers that are gone: sending to them fails. Tend links and logs. End dials that are past their deadline."""
+        self._sweep_at = time.monotonic() + (_SECOND_SWEEP_SECONDS if self._sweeps_twice else _SWEEP_SECONDS)
+        self._sweeps_twice = False
+        for routing_id in [*self._accepted, *self._dropped]:
             try:
-                self._router.send_multipart([name, b""], zmq.NOBLOCK)
+                self._router.send_multipart([routing_id, b""], zmq.NOBLOCK)
             except zmq.ZMQError:
-                self._disconnected.add(name)
+                self._disconnected.add(routing_id)
         for attached in list(self._attached):
             attached.tend()
         for peer, (_, end) in list(self._dialling.items()):
@@ -477,16 +477,16 @@ class Endpoint:
 
     def _forget_disconnected(self) -> None:
         while self._disconnected:
-            name = self._disconnected.pop()
-            self._dropped.discard(name)
-            if name in self._accepted:
-                self._forget(self._accepted[name])
+            routing_id = self._disconnected.pop()
+            self._dropped.discard(routing_id)
+            if routing_id in self._accepted:
+                self._forget(self._accepted[routing_id])
 
     def disconnect(self, peer: Peer) -> None:
         """End a connection, because either side wants to or because the other side is gone."""
         if peer.lost:
             return
-        if peer.prefix:  # only the dialling side can end it
+        if peer.prefix:  # accepted: only the other side can end the connection, so ask it to
             self._dropped.add(peer.prefix[0])
             with contextlib.suppress(zmq.ZMQError):
                 goodbye = [*peer.prefix, *encode(Kind.GOODBYE, "", 0, None)]

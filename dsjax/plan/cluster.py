@@ -21,7 +21,7 @@ _LATENCIES = ("latency", "latency_low", "latency_high")
 
 
 class Bounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The expected duration of a collective: latency, and the rate of the bytes that leave a device."""
+    """The expected duration of a collective: `latency_us` + bytes that leave a device ÷ `gb_per_s`."""
 
     latency_us: AboveZero
     gb_per_s: AboveZero
@@ -35,7 +35,7 @@ class Acceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     warning: float = 1.5  # multiple of a collective's expected duration above which it is a warning
     failing: float = 3.0  # likewise, above which it fails
-    inside_host: _Expected = {}  # collective → bounds that replace the duration expected from the links
+    inside_host: _Expected = {}  # collective → its expected duration, in place of the one computed from the links
     between_hosts: _Expected = {}  # likewise
 
     def __post_init__(self):
@@ -55,8 +55,7 @@ class Cluster:
     hardware: Hardware  # the device
     hosts: int
     devices_per_host: int
-    # devices connected by the fast link (NVLink, ICI); a multiple or divisor of `devices_per_host`
-    scale_up_devices: int
+    scale_up_devices: int  # connected by the fast link (NVLink, ICI); a multiple or divisor of `devices_per_host`
     network: str
     network_gbps: float  # of one network card, each way, in gigabits a second
     nics_per_host: int  # network cards that the devices of a host share
@@ -185,9 +184,10 @@ def _made(where: str, file: _Cluster) -> Cluster:
 
 
 def _prefill(where: str, file: _Cluster, side: _Prefill) -> Cluster:
+    """Return the cluster of the prefill hosts. Fields that `[prefill]` does not set are those of the file or of the hardware."""
     chip = load_hardware(side.hardware)
-    alone = {"acceptance": Acceptance(), "prefill": None}
-    alone |= {"devices_per_host": None, "scale_up_devices": None, "name": f"{file.name}, prefill"}
-    fields = {name: value for name, value in msgspec.structs.asdict(side).items() if value is not None}
-    file = msgspec.structs.replace(file, **(alone | fields), description=f"{side.hosts} hosts of {chip.name}")
+    reset = {"acceptance": Acceptance(), "prefill": None}
+    reset |= {"devices_per_host": None, "scale_up_devices": None, "name": f"{file.name}, prefill"}
+    given = {name: value for name, value in msgspec.structs.asdict(side).items() if value is not None}
+    file = msgspec.structs.replace(file, **(reset | given), description=f"{side.hosts} hosts of {chip.name}")
     return _made(f"{where}, prefill", file)

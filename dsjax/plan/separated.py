@@ -1,4 +1,4 @@
-"""The search for separated services: prefill pools and decode instances, and how many of each share the devices."""
+"""Search for disaggregated deployments: pairs of a prefill pool and a decode instance, and how many of each share the devices."""
 
 import bisect
 import math
@@ -12,10 +12,10 @@ from dsjax.plan.rules import refuse
 from sharding.mesh import MeshSpec
 
 _POOLS, _DECODERS = 6, 400
-"""How many of the best prefill pools and decode instances are paired; worse ones of the same size cannot win a pair."""
+"""Most pools kept at each end of an instance size's Pareto front (over all sizes, four times as many), and most decode instances."""
 _BISECTED = 60
 """Number of decode instances whose batch is bisected when there are many devices."""
-_MOST_REDUCED, _BISECTION_STEPS = 400, 16
+_MOST_REDUCED, _BISECTION_STEPS = 400, 16  # of `_smaller_batches`: deployments, and steps for each
 
 
 class Decoder(NamedTuple):
@@ -43,26 +43,26 @@ def separated_candidates(question: Question, fitting: list[Instance], prefilling
 
     fitting: instances that fit into memory; prefilling: instances that may compute prompts. Raise `UserError` if none has a pinned mesh.
     """
-    pins, bound, users = question.options.pins, question.objective.ttft, question.workload.concurrency
+    pins, ttft_bound, concurrency = question.options.pins, question.objective.ttft, question.workload.concurrency
     prefilling = _pinned(prefilling, pins.prefill_mesh, "--prefill-mesh")
     decoding = _pinned(fitting, pins.decode_mesh, "--decode-mesh")
     if question.devices < 2 and question.cluster.prefill is None:
         return []
     decoders = _decoders(question, decoding, prefilling)
     candidates = []
-    late = []
+    late = []  # (pool, candidate) pairs that miss the TTFT
     tried = set()
     for pool in _pools(question, prefilling):
         for decoder in decoders:
-            for prefill_count, count in _splits(question, pool, decoder):
+            for prefill_count, decode_count in _splits(question, pool, decoder):
                 instance = decoder.instance
-                batch = decoder.batch if users is None else users / (instance.replicas * count)
-                key = (id(pool), prefill_count, id(instance), count, batch)
+                batch = decoder.batch if concurrency is None else concurrency / (instance.replicas * decode_count)
+                key = (id(pool), prefill_count, id(instance), decode_count, batch)
                 if batch > instance.max_batch or key in tried:
                     continue
                 tried.add(key)
-                candidates.append(separated(pool, prefill_count, instance, count, batch))
-                if users is None and bound is not None and candidates[-1].ttft > bound:
+                candidates.append(separated(pool, prefill_count, instance, decode_count, batch))
+                if concurrency is None and ttft_bound is not None and candidates[-1].ttft > ttft_bound:
                     late.append((pool, candidates[-1]))
     return candidates + _smaller_batches(question, late)
 
@@ -77,16 +77,16 @@ def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str) -> list[I
 
 
 def _pools(question: Question, fitting: list[Instance]) -> list[PrefillPool]:
-    """Return the pools of each instance size that no other beats in prompts per second and in prompt time, alone and in full steps."""
+    """Return the Pareto front of each instance size: pools that no other beats in rate and in prompt time, alone and in full steps."""
     bound = question.objective.ttft
-    best: dict[int, list[PrefillPool]] = {}
+    by_size: dict[int, list[PrefillPool]] = {}
     for instance in fitting:
-        for index, size in enumerate(instance.prefill_sizes()):
-            pool = prefill_pool(instance, size)
+        for index, step_tokens in enumerate(instance.prefill_sizes()):
+            pool = prefill_pool(instance, step_tokens)
             if bound is None or pool.alone <= bound or index == 0:
-                best.setdefault(instance.layout.devices, []).append(pool)
+                by_size.setdefault(instance.layout.devices, []).append(pool)
     kept = []
-    for pools in best.values():
+    for pools in by_size.values():
         front: list[PrefillPool] = []
         for pool in sorted(pools, key=lambda p: -p.rate):
             if not any(p.seconds <= pool.seconds and p.alone <= pool.alone for p in front):
@@ -111,16 +111,16 @@ def _target_rate(question: Question) -> float:
 
 def _decoders(question: Question, decoding: list[Instance], prefilling: list[Instance]) -> list[Decoder]:
     """Return the decode instances and batches to pair."""
-    outputs = max(question.workload.output.mean - 1, 1.0)
+    output_tokens = max(question.workload.output.mean - 1, 1.0)  # after the first token
 
     def decoder(instance: Instance, batch: float) -> Decoder:
-        return Decoder(instance, batch, batch * instance.replicas / (instance.tpot(batch) * outputs))
+        return Decoder(instance, batch, batch * instance.replicas / (instance.tpot(batch) * output_tokens))
 
     every = [decoder(i, batch) for i in decoding for batch in _decode_batches(question, prefilling, i)]
-    # Only batches within a factor of √2 compete with each other.
+    # Keep the fastest of each instance size and each range of batches, whose ends differ by a factor of √2.
     best = _best(every, lambda d: (d.instance.layout.devices, round(2 * math.log2(d.batch))))
     if question.is_small:
-        # If prefill is the bottleneck, batches are not full: each layout's largest batch then counts, not the one with the best rate.
+        # If prefill is the bottleneck, decode batches do not fill up. Also pair each layout's largest batch, whatever its rate.
         largest = {id(d.instance): d for d in sorted(every, key=lambda d: d.batch)}
         known = {(id(d.instance), d.batch) for d in best}
         best += [d for key, d in largest.items() if (key, d.batch) not in known]
@@ -128,7 +128,7 @@ def _decoders(question: Question, decoding: list[Instance], prefilling: list[Ins
         # Bisect only for the best: there are a thousand layouts.
         top = sorted(best, key=lambda d: _sort_key(question, d.rate, d.instance))[:_BISECTED]
         every += [decoder(i, _largest_batch(question, i)) for i in {id(d.instance): d.instance for d in top}.values()]
-    # For each size, also keep the fastest layout at the largest batch that meets the objective, on whichever rung.
+    # For each instance size, also keep the one with the highest rate per device, with whatever batch.
     return best + _best(every, lambda d: d.instance.layout.devices)
 
 
@@ -141,18 +141,18 @@ def _best(decoders: list[Decoder], group) -> list[Decoder]:
 
 
 def _decode_batches(question: Question, prefilling: list[Instance], instance: Instance) -> list[float]:
-    """Return batches that meet the objective, including the largest, which is bisected between two tried batches."""
+    """Return batches that meet the TPOT objective, on few devices also the largest such batch; or the likely batch of a concurrency."""
     bound, concurrency = question.objective.tpot, question.workload.concurrency
     if concurrency is not None:
         if concurrency > instance.max_batch * instance.replicas * most_decode_instances(question, prefilling, instance):
             return []
         # Assume that three quarters of the devices decode, with at least one instance.
-        usual = max(1, 3 * question.devices // (4 * instance.layout.devices))
-        return [min(concurrency / (instance.replicas * usual), float(instance.max_batch))]
-    rungs = [float(batch) for batch in question.batches_to_try(instance)]
+        likely_count = max(1, 3 * question.devices // (4 * instance.layout.devices))
+        return [min(concurrency / (instance.replicas * likely_count), float(instance.max_batch))]
+    tried = [float(batch) for batch in question.batches_to_try(instance)]
     if bound is None:
-        return rungs
-    meeting = {batch for batch in rungs if instance.tpot(batch) <= bound}
+        return tried
+    meeting = {batch for batch in tried if instance.tpot(batch) <= bound}
     if question.is_small:
         meeting.add(_largest_batch(question, instance))
     return sorted(meeting) or [1.0]
@@ -165,7 +165,7 @@ def _largest_batch(question: Question, instance: Instance) -> float:
     low = max((b for b in tried if instance.tpot(float(b)) <= bound), default=0)
     if not low:
         return 1.0
-    parts = batch_divisor(instance, 1)
+    parts = batch_divisor(instance, 1)  # bisect in steps of 1 / parts, about one user of the instance
     users = range(low * parts, next((b for b in tried if b > low), low + 1) * parts)
     return users[bisect.bisect_left(users, True, 1, key=lambda n: instance.tpot(n / parts) > bound) - 1] / parts
 
@@ -174,28 +174,28 @@ def _splits(question: Question, pool: PrefillPool, decoder: Decoder) -> list[tup
     """Return (prefill instances, decode instances) that balance both sides on the available devices, rounded both ways."""
     sizes = Sizes(question.occupied_devices(pool.instance), question.occupied_devices(decoder.instance))
     devices, work = question.devices, question.workload
-    pins, hosts = question.options.pins, question.cluster.prefill
-    most = _decode_room(question, sizes, 1)
-    if most < 1:
+    pins, prefill_hosts = question.options.pins, question.cluster.prefill
+    max_decode = _decode_room(question, sizes, 1)
+    if max_decode < 1:
         return []
     if work.rate is not None:
-        max_prefill = (hosts.num_devices if hosts else devices) // sizes.prefill
+        max_prefill = (prefill_hosts.num_devices if prefill_hosts else devices) // sizes.prefill
         prefill_count, decode_count = _fewest(question, pool, decoder, max_prefill)
-        if decode_count <= _decode_room(question, sizes, prefill_count):
+        if decode_count <= _decode_room(question, sizes, prefill_count):  # else balance both sides
             return [(prefill_count, decode_count)]
-    needed = decoder.rate / (MAX_UTILISATION * pool.rate)  # prefill instances for each decode instance
-    if hosts is None and work.concurrency is not None:
+    prefill_per_decode = decoder.rate / (MAX_UTILISATION * pool.rate)
+    if prefill_hosts is None and work.concurrency is not None:
         return _shared_devices(question, sizes, _prefill_shares(devices, sizes.prefill))
-    if hosts is None:
-        balanced = needed * (devices / (sizes.decode + needed * sizes.prefill))
+    if prefill_hosts is None:
+        balanced = prefill_per_decode * (devices / (sizes.decode + prefill_per_decode * sizes.prefill))
         return _shared_devices(question, sizes, {max(1, math.floor(balanced)), math.ceil(balanced)})
     # Each side has its own hosts. Try all decode instances that fit (also fewer if a concurrency is given), each with enough prefill
     # instances to keep up, one more, and all of them.
-    parts = (1,) if work.concurrency is None or pins.decode_count else (1, 2, 4, 8)
+    divisors = (1,) if work.concurrency is None or pins.decode_count else (1, 2, 4, 8)
     pairs = []
-    all_prefill = hosts.num_devices // sizes.prefill
-    for decode_count in sorted({max(1, (pins.decode_count or most) // part) for part in parts}):
-        enough = math.ceil(needed * decode_count)
+    all_prefill = prefill_hosts.num_devices // sizes.prefill
+    for decode_count in sorted({max(1, (pins.decode_count or max_decode) // divisor) for divisor in divisors}):
+        enough = math.ceil(prefill_per_decode * decode_count)
         tried = {min(all_prefill, max(1, enough)), min(all_prefill, enough + 1), all_prefill}
         pairs += [(count, decode_count) for count in sorted({pins.prefill_count} if pins.prefill_count else tried)]
     return [
@@ -269,21 +269,21 @@ def _smaller_batches(question: Question, late: list[tuple[PrefillPool, Candidate
     bound = question.objective.ttft
     reduced = []
     seen = set()
-    for pool, late_one in sorted(late, key=lambda pair: -pair[1].throughput)[:_MOST_REDUCED]:
-        instance = late_one.decode
-        counts = (late_one.prefill_count, late_one.count)
+    for pool, candidate in sorted(late, key=lambda pair: -pair[1].throughput)[:_MOST_REDUCED]:
+        instance = candidate.decode
+        counts = (candidate.prefill_count, candidate.count)
         key = (id(pool), id(instance), *counts)
         if key in seen or pool.alone > bound:
             continue
         seen.add(key)
-        low, high = 0.0, late_one.batch
+        low, high = 0.0, candidate.batch
         curve = lambda batch, one=instance: one.decode_curve(one.rows(batch))  # noqa: E731
         for _ in range(_BISECTION_STEPS):
             middle = (low + high) / 2
             meets = separated(pool, counts[0], instance, counts[1], middle, curve).ttft <= bound
             low, high = (middle, high) if meets else (low, middle)
-        # If prefill has its own hosts, no other split makes up for a user lost to rounding, so do not round to whole users.
-        users = batch_divisor(instance, counts[1]) if instance.cluster.prefill is None else 1 << 24
-        if batch := math.floor(low * users) / users:
+        # Round down to whole users, unless prefill has its own hosts: no other split then makes up for a user lost to rounding.
+        divisor = batch_divisor(instance, counts[1]) if instance.cluster.prefill is None else 1 << 24
+        if batch := math.floor(low * divisor) / divisor:
             reduced.append(separated(pool, counts[0], instance, counts[1], batch))
     return reduced

@@ -51,7 +51,7 @@ def raise_if_failed(completion: CompletionOutput) -> None:
 
 @contextmanager
 def errors_name(field: str | None, instead_of: str = "structured_outputs") -> Iterator[None]:
-    """Make errors about structured outputs name the request's `field` in place of `instead_of`. None: change nothing.
+    """Make errors about the parameter `instead_of` name the request's own `field`. None: keep the name.
 
     Raises:
         SamplingError: raised in the block.
@@ -73,18 +73,18 @@ class TextEvent:
     """
 
     def __init__(self, chunk: Mapping[str, Any], *names: str):
-        self._around: list[bytes] = []
+        self._parts_around_text: list[bytes] = []
         rest = encode_event(chunk)
         for name in names:
-            # Cannot occur inside a JSON string, where quotes are escaped.
-            empty = b'"%b":""' % name.encode()
-            before, _, rest = rest.partition(empty)
-            self._around.append(before + empty[:-2])
-        self._around.append(rest)
+            # An empty field is found only where it belongs: inside a JSON string, its quotes would be escaped.
+            empty_field = b'"%b":""' % name.encode()
+            before, _, rest = rest.partition(empty_field)
+            self._parts_around_text.append(before + empty_field[:-2])
+        self._parts_around_text.append(rest)
 
     def with_text(self, text: str) -> bytes:
         """Return the event of the chunk with this text."""
-        return to_json(text).join(self._around)
+        return to_json(text).join(self._parts_around_text)
 
 
 class UsageCounter:
@@ -101,7 +101,7 @@ class UsageCounter:
         self._prompts[index] = prompt_tokens
 
     def count(self, index: int, output: RequestOutput) -> None:
-        """Add an output of prompt `index`, with tokens that have not been counted yet."""
+        """Add an output of prompt `index`, whose completions hold only tokens that have not been counted yet."""
         self._prompts[index] = len(output.prompt_token_ids)
         self._cached[index] = output.num_cached_tokens or 0
         for completion in output.outputs:
@@ -141,7 +141,7 @@ def prompt_logprobs_body(entries: Sequence[TokenLogprobs | None]) -> list[dict[s
 
 
 def most_probable(entries: Sequence[TokenLogprobs | None], count: int) -> list[TokenLogprobs | None]:
-    """Reduce each entry to the sampled token and the `count` most probable ones."""
+    """Reduce each entry to its own token, which comes first, and the `count` most probable ones."""
     return [
         entry
         and {token: score for index, (token, score) in enumerate(entry.items()) if index == 0 or score.rank <= count}
@@ -181,8 +181,8 @@ class CompletionLogprobLists:
     ) -> CompletionLogprobs:
         """Return the lists for some tokens. An entry of None, as for a prompt's first token, stays None.
 
-        prompt: the text of these tokens, if they are a prompt. Special tokens in the text count with their length; a BOS token that the
-            tokenizer added does not.
+        prompt: the text of these tokens, if they are a prompt. Offsets include the special tokens in this text, but not a BOS token that
+            the tokenizer added.
         """
         body: CompletionLogprobs = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         skips = self._skip_special_tokens if prompt is None else False
@@ -249,11 +249,11 @@ class CompletionAnswer(Answer):
 
     def __init__(self, serving: Serving, body: CompletionRequest, request_id: str):
         super().__init__(serving, body, f"cmpl-{request_id}", "text_completion")
-        self._started: set[int] = set()  # choices with a chunk already
+        self._started: set[int] = set()  # choices that have sent a chunk
         self._lists: dict[int, CompletionLogprobLists] = {}
         self._only_text_changes = body.logprobs is None and not (body.return_token_ids or body.continuous_usage)
-        self._text_events: dict[int, TextEvent] = {}  # by choice
-        # By prompt. The engine's stream has them once for all choices.
+        self._text_events: dict[int, TextEvent] = {}  # by choice, for text-only chunks after the first
+        # Prompt log-probabilities, by prompt. The engine's stream has them once for all choices.
         self._scores: dict[int, list[TokenLogprobs | None]] = {}
 
     async def start(self, options: RequestOptions) -> OutputStream:
@@ -302,7 +302,7 @@ class CompletionAnswer(Answer):
             raise_if_failed(completion)
             is_first = index not in self._started
             if self._only_text_changes and not is_first and completion.text and completion.finish_reason is None:
-                empty = dataclasses.replace(completion, text="")
+                empty = dataclasses.replace(completion, text="")  # for the template of this and later chunks
                 chunk = self._chunk(prompt_index, output, empty, first=False)
                 event = self._text_events[index] = TextEvent(chunk, "text")
                 chunks.append(event.with_text(completion.text))
@@ -342,7 +342,7 @@ class CompletionAnswer(Answer):
     def _choice(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, *, first: bool
     ) -> CompletionChoice:
-        """Return a choice, or what a chunk adds to it. The first piece has the fields of the prompt."""
+        """Return a choice, or the part of it that a chunk adds. The first chunk also has the prompt's fields."""
         body = self._body
         index = prompt_index * body.n + completion.index
         if output.prompt_logprobs is not None:
@@ -373,7 +373,7 @@ class CompletionAnswer(Answer):
     def _logprobs(
         self, index: int, output: RequestOutput, scores: list[TokenLogprobs | None] | None, completion: CompletionOutput
     ) -> CompletionLogprobs | None:
-        """Return the lists of the completion's tokens, with `echo` after those of the prompt."""
+        """Return the lists of the completion's tokens. With `echo`, the prompt's tokens precede them in the first chunk."""
         if completion.logprobs is None:
             return None
         if index not in self._lists:

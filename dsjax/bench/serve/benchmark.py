@@ -1,4 +1,4 @@
-"""`Benchmark`: turns options into measured points: query the server, choose the form of prompts, warm up, measure."""
+"""`Benchmark` measures the points that the options ask for: query the server, draw requests, warm up, run each load."""
 
 import asyncio
 import math
@@ -49,21 +49,21 @@ class Search:
         return (best + failed) / 2 if failed - best > _TOLERANCE * best else None
 
     def record(self, load: float, share: float | None, goodput_share: float) -> None:
-        """Record the share of a load's requests that met every objective; None if none was answered."""
+        """Record a load as passed or failed, by the `share` of its requests that met every objective; None: none was answered."""
         if share is not None and share >= goodput_share:
             self.best = load if self.best is None else max(self.best, load)
         else:
             self.failed = load if self.failed is None else min(self.failed, load)
 
     def sentence(self, goodput_share: float, objectives: dict[str, float]) -> str:
-        """Return the answer as a sentence."""
+        """Return the result as a sentence."""
         limits = " ".join(f"{name} ≤ {limit:g} ms" for name, limit in objectives.items())
         goal = f"at which {goodput_share:.0%} of the requests have {limits}"
         if self.best is None:
             return f"no {self.quantity} was found {goal}; the least that was tried is {self.failed or 0:g}"
-        more = f"{self.failed:g} does not" if self.failed is not None else "none that was tried does not"
+        failing = f"{self.failed:g} does not" if self.failed is not None else "none that was tried does not"
         unit = " requests/s" if self.quantity == "rate" else ""
-        return f"largest {self.quantity} {goal}: {self.best:.4g}{unit} ({more})"
+        return f"largest {self.quantity} {goal}: {self.best:.4g}{unit} ({failing})"
 
 
 @dataclass(frozen=True)
@@ -149,21 +149,21 @@ class Benchmark:
     ) -> Point:
         load = self.load
         duration = load.duration
-        most = ready.facts.max_model_len
-        requests, left_out = dataset.fitting_requests(number, most)
+        max_model_len = ready.facts.max_model_len
+        requests, left_out = dataset.fitting_requests(number, max_model_len)  # another draw for each point
         if left_out:
-            self.say(f"{left_out} requests are longer than the server's {most:,} tokens and left out")
-        times = [request.arrival for request in requests]
-        if None in times:
+            self.say(f"{left_out} requests are longer than the server's {max_model_len:,} tokens and left out")
+        own_times = [request.arrival for request in requests]
+        if None in own_times:
             arrivals = arrival_times(len(requests), rate, load.burstiness, self.workload.seed)
-        else:  # the dataset's own
-            arrivals = [time - times[0] for time in times]
+        else:
+            arrivals = [time - own_times[0] for time in own_times]
         title = f"point {number}" if load.search else f"point {number} of {len(load.points())}"
-        how = {"duration": duration, "stop": self.stop}
+        ends = {"duration": duration, "stop": self.stop}
         metrics = f"{ready.url}/metrics"
         before = await scrape(ready.session, metrics)
         with self.progress(title, len(requests)) as advance:
-            result = await run_load(ready.client, requests, arrivals, concurrency, **how, on_done=advance)
+            result = await run_load(ready.client, requests, arrivals, concurrency, **ends, on_done=advance)
         drafts = draft_figures(before, await scrape(ready.session, metrics))
         records = result.records
         if duration is not None and len(records) == len(requests) and arrivals[-1] < duration > result.duration:
@@ -174,7 +174,7 @@ class Benchmark:
             records, result.duration, self.report.percentiles, self.report.objectives, load.goodput_share
         )
         devices = self.server.devices or ready.facts.num_devices
-        asked = {
+        settings = {
             "num_prompts": len(requests) if duration is None else len(records),
             "request_rate": "inf" if math.isinf(rate) else rate,
             "burstiness": "inf" if math.isinf(load.burstiness) else load.burstiness,
@@ -184,4 +184,4 @@ class Benchmark:
             "num_devices": devices,
             "output_throughput_per_device": statistics["output_throughput"] / devices if devices else None,
         }
-        return Point(asked | statistics | drafts, records)
+        return Point(settings | statistics | drafts, records)

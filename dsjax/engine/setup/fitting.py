@@ -23,10 +23,10 @@ def check_layout(
 ) -> None:
     """Check that the mesh divides this model; see ``MeshSpec.check_fits``.
 
-    expert_side: the experts' mesh, if they have their own. dense_tp: ``--moe-dense-tp-size``.
+    redundant: redundant experts. expert_side: the experts' mesh, if they have their own. dense_tp: ``--moe-dense-tp-size``.
 
     Raises:
-        MeshError: sizes do not fit; the message names each. UserError: redundant experts for a model without experts.
+        MeshError: sizes do not fit; the message names each. UserError: an option does not fit the model or the mesh.
     """
     if redundant and not config.is_moe:
         raise UserError(f"--redundant-experts is {redundant}, but this model has no experts; leave it out")
@@ -39,26 +39,26 @@ def check_layout(
         raise UserError(
             f"mesh {spec}: tp={spec.tp_size} does not divide the {config.head_groups} groups of the output projection; choose another tp"
         )
-    row = WEIGHT_FORMATS[weights]
-    if row.packed is not None and config.is_moe:
+    weight_format = WEIGHT_FORMATS[weights]
+    if weight_format.packed is not None and config.is_moe:
         for name in ("hidden_size", "moe_intermediate_size"):
-            if getattr(config, name) % row.expert_block:
+            if getattr(config, name) % weight_format.expert_block:
                 raise UserError(
-                    f"--weights {weights} keeps experts in blocks of {row.expert_block}, and this model's {name} is "
+                    f"--weights {weights} keeps experts in blocks of {weight_format.expert_block}, and this model's {name} is "
                     f"{getattr(config, name)}, which they do not divide; choose other --weights"
                 )
-    widths = config.widths_over_tp(row.keeps_fp8)
+    widths = config.widths_over_tp(weight_format.keeps_fp8)
     if dense_tp == 1:
         widths.pop("dense MLP width", None)
     experts = {
         "experts": config.n_routed_experts,
         "redundant": redundant,
         "expert_width": config.moe_intermediate_size,
-        "expert_block": row.expert_block,
+        "expert_block": weight_format.expert_block,
     }
     if expert_side is not None:
         if not config.is_moe:
             raise UserError("--expert-mesh is given, but this model has no experts; give --mesh alone")
-        expert_side.check_fits(heads=expert_side.tp_size, **experts)
-        experts = {}
-    spec.check_fits(heads=config.num_attention_heads, dense_widths=widths, block=row.block, **experts)
+        expert_side.check_fits(heads=expert_side.tp_size, **experts)  # no heads on this mesh; tp_size always fits
+        experts = {}  # checked on their own mesh
+    spec.check_fits(heads=config.num_attention_heads, dense_widths=widths, block=weight_format.block, **experts)

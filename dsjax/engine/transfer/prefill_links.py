@@ -30,7 +30,7 @@ TRANSFER_WAIT = 0.01
 
 
 class PrefillLinks(Attachment):
-    """Links to prefill engines, owned by the engine's thread. Their messages are queued until the next step begins.
+    """Links to prefill engines, used by the engine's thread. Their messages are queued until the next step begins.
 
     Args:
         links: the initial links.
@@ -66,7 +66,7 @@ class PrefillLinks(Attachment):
             self._add(number, link)
 
     def number_of(self, address: str) -> int:
-        """Return the number of the prefill engine at an address. Connect to a new one."""
+        """Return the number of the prefill engine at an address; connect to it if it is new."""
         if address not in self._addresses:
             link = self._dialer.link_to(address)
             if self._has_flushed:  # its cached pages may predate the flush
@@ -77,7 +77,7 @@ class PrefillLinks(Attachment):
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
         """Attach to an executor, which then pulls the chunks that are ready."""
-        self.take_pulled()  # results of the previous executor
+        self.take_pulled()  # discard the results of the previous executor
         executor.extension(ChunkPort).pull_chunks(self.pull, self.report)
 
     def begin_step(self, now: float) -> None:
@@ -87,8 +87,8 @@ class PrefillLinks(Attachment):
             number, message = self._inbox.get()
             if number in self.links:
                 self.source.receive(number, message, now)
-        for rank, _, _, numbers, ok in self.take_pulled():
-            self.scheduler.landed(rank, numbers, ok, now)
+        for rank, _, _, landing_numbers, ok in self.take_pulled():
+            self.scheduler.landed(rank, landing_numbers, ok, now)
         for address, number in list(self._addresses.items()):
             if self.links[number].is_idle and self.source.forget_link(number, now):
                 self.links.pop(number).close()
@@ -106,7 +106,7 @@ class PrefillLinks(Attachment):
         return self.source.transfer_counts
 
     def pull(self, source: Source, number: int, device: Any) -> Chunk:
-        """Pull a chunk to this device. The executor calls this from any thread."""
+        """Pull chunk `number` from its prefill engine to this device. The executor calls this from any thread."""
         link = self.links.get(source.link)
         if link is None:
             raise ChunkGoneError(f"the prefill engine of chunk {number} is gone")
@@ -127,8 +127,8 @@ class PrefillLinks(Attachment):
 
     def send(self) -> None:
         """Send the scheduler's messages to the prefill engines."""
-        for link, message in self.source.take_messages():
-            self._send(link, message)
+        for number, message in self.source.take_messages():
+            self._send(number, message)
 
     def flush(self) -> None:
         """Make all prefill engines drop their computed pages from the prefix cache."""

@@ -18,7 +18,7 @@ from dsjax.serve.schemas import ExpertLoad, HistoryBody, Load, RankLoadBody, Ser
 from dsjax.serve.serving import Phase, Serving
 from dsjax.versions import installed_version
 
-_LOADS_SECONDS = 0.5
+_LOADS_SECONDS = 0.5  # timeout of the engine's answer before metrics are rendered
 
 
 def status_routes(serving: Serving) -> APIRouter:
@@ -48,8 +48,8 @@ def status_routes(serving: Serving) -> APIRouter:
     @router.get("/get_load", responses=errors(503))
     async def get_load() -> Load:
         """Return the load of each DP rank."""
-        loads, parts = await serving.ask(lambda core: (core.loads(), core.statistics()))
-        disk = parts.get("disk")
+        loads, statistics = await serving.ask(lambda core: (core.loads(), core.statistics()))
+        disk = statistics.get("disk")
         return {"ranks": load_bodies(loads), "disk": None if disk is None else disk._asdict()}
 
     @router.get("/server_info", response_model=ServerInfo, responses=errors(503))
@@ -73,9 +73,9 @@ def status_routes(serving: Serving) -> APIRouter:
 
 
 def create_metrics_routes(app: FastAPI, serving: Any) -> None:
-    """Add `GET /metrics` (text format or OpenMetrics, as the scraper accepts) and `GET /history` for the page.
+    """Add `GET /metrics` (text format or OpenMetrics, by the `Accept` header) and `GET /history` for the server's web page.
 
-    `?name[]=NAME`, which may be repeated, selects samples by name, because the live views need only a few. `serving.metrics` must be set.
+    `?name[]=NAME`, which may be repeated, selects samples by name: live views need only a few. `serving.metrics` must be set.
     """
 
     @app.get("/metrics", include_in_schema=False)
@@ -99,15 +99,15 @@ async def _refresh_loads(serving: Any) -> None:
     """Ask the engine for the ranks' loads.
 
     Each step reports them, but no step follows when the last request is aborted. If the engine does not answer in time, because a step
-    takes long or the engine has ended, the last known loads stay.
+    takes long or the engine has ended, the last known loads stay. With several front ends, their counts are gathered first.
     """
     if getattr(serving, "front_ends", None) is not None:
         await serving.front_ends.gather()
     with contextlib.suppress(EngineDeadError, EngineClosingError, TimeoutError):
         call = serving.engine.call(lambda core: (core.loads(), core.statistics()))
         async with asyncio.timeout(_LOADS_SECONDS):
-            loads, parts = await call
-        serving.metrics.set_loads(loads, parts)  # experts may have moved since the last step
+            loads, statistics = await call
+        serving.metrics.set_loads(loads, statistics)  # experts may have moved since the last step
 
 
 def load_bodies(loads: list[RankLoad]) -> list[RankLoadBody]:
