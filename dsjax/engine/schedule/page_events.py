@@ -64,7 +64,7 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """A page's data for `BlockStored` (parent's name, tokens, salt), and its present and pending places: (rank, tier), rank None for the disk."""
+    """A page's data for `BlockStored` (parent's name, tokens, salt), and present and pending places: (rank, tier), rank None for disk."""
 
     parent: bytes | None
     tokens: bytes
