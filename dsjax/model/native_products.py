@@ -38,7 +38,7 @@ class NativeProducts:
     """The engine's float32 products on one CPU device, for ``Transformer(…)(tokens, products=…)`` instead of ``XlaProducts``.
 
     Weights may have any format: they are converted to float32 first, which gives the same bits as kernels that convert them on reading.
-    Not bitwise equal to the engine: packed experts, whose kernel multiplies by blocks, and DeepSeek-V4, whose attention, head norms, grouped
+    Not bitwise equal: packed experts, whose kernel multiplies by blocks, and DeepSeek-V4, whose attention, head norms, grouped
     product and hyper-connections XLA computes. Sparse attention chooses as with ``--index-scores float``.
     """
 
