@@ -19,9 +19,9 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
     """Return (seconds that prompts add per token of a running request, seconds that they add to a decode step with prompts).
 
     A chunk is a prompt, or a part of at most `tokens` tokens of a longer one. As many prompts arrive as requests end, so the number n of
-    chunks that arrive in a step is Poisson. The router spreads chunks evenly. A step lasts as long as its fullest DP rank, with `⌈n ÷ ranks⌉`
-    chunks but at most `tokens` tokens. The low end assumes that prompts are held back until every rank has a full step of them; for engines
-    that do this (`Engine.holds_prompts`), it is the estimate.
+    chunks that arrive in a step is Poisson. The router spreads chunks evenly. A step lasts as long as its fullest DP rank, which has
+    `⌈n ÷ ranks⌉` chunks, but at most `tokens` tokens. The low end assumes that prompts are held back until every rank has a full step of
+    them; for engines that do this (`Engine.holds_prompts`), it is the estimate.
     """
     ranks = instance.layout.unit.mesh.dp_size
     size, max_chunks, arriving = _chunks(instance, batch, tokens, ranks)
@@ -76,8 +76,8 @@ def _chunks(instance: Instance, batch: float, tokens: float, ranks: int) -> tupl
 def _added(instance: Instance, batch: float, tokens: float, busy: float) -> float:
     """Seconds that `tokens` prompt tokens per rank add to a decode step, if a share `busy` of the DP ranks has prompts.
 
-    A mixed step is one program: decodes share the weight reads, cost as much as prompt tokens, attend to their contexts, and use the time in
-    which prompts alone would wait for launches. It takes at most as long as two separate steps. An engine without mixed steps
+    A mixed step is one program: decodes share the weight reads, cost as much as prompt tokens, attend to their contexts, and use the time
+    in which prompts alone would wait for launches. It takes at most as long as two separate steps. An engine without mixed steps
     (`Engine.mixes`) runs separate steps.
     """
     alone = _prefill(instance, tokens, busy)
