@@ -18,8 +18,7 @@ def check_destination(destination: Path, *, overwrite: bool = False) -> None:
     Only a checkpoint or an empty folder is ever replaced: a mistyped name must not delete a home directory.
 
     Raises:
-        DestinationError: it is not a directory, is a mount point, holds something other than a checkpoint, or exists and
-            ``overwrite`` is false.
+        DestinationError: it is no directory, is a mount point, holds anything but a checkpoint, or exists and ``overwrite`` is false.
     """
     if destination.exists() and not destination.is_dir():
         raise DestinationError(destination, "exists and is no directory; choose another destination")

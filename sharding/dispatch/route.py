@@ -16,8 +16,7 @@ from sharding.dispatch.local import goes_to
 class Route(NamedTuple):
     """For each of a token's K choices: the destination rank, and the token's position in the queue for that rank (in token order).
 
-    If several choices are on one rank, only the first sends a row (``sends_TK``), so a token is sent there once.
-    ``counts_G``: lengths of the queues.
+    Of several choices on one rank, only the first sends a row (``sends_TK``). ``counts_G``: lengths of the queues.
     """
 
     rank_TK: Int[Array, "T K"]
