@@ -62,7 +62,6 @@ def _paths(program: Program, computation: Computation, name: str, leaf_paths: _L
 def _operand_paths(
     program: Program, computation: Computation, operation: Operation, leaf_paths: _Leaf, visited: _Visited
 ) -> _Paths:
-    """Return the kinds of paths through an operation's operands; none for operations that are neither linear nor additions."""
     def through(names: Iterable[str]) -> _Paths:
         return frozenset().union(*(_paths(program, computation, name, leaf_paths, visited) for name in names))
 
