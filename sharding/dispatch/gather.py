@@ -170,7 +170,7 @@ class GatherByChoice(Method):
         return Transit(rearrange(add_as_tree(parts), "g each d -> (g each) d"), transit.kept)
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
-        """Add each token's terms in the order of its choices. Column: the expert's number on its rank if J < K, else the choice's number."""
+        """Add each token's terms in the order of its choices. Column: the expert's number on its rank if J < K, else that of the choice."""
         slots_TK, group, J = transit.kept.slots_TK, self.group, self._columns
         T, K = slots_TK.shape
         rank_TK, column_TK = slots_TK // group.experts, slots_TK % group.experts if J < K else jnp.arange(K)

@@ -100,7 +100,7 @@ class Completion:
         return CompletionOutput(self.index, text, token_ids, self._cumulative_logprob, logprobs, *ended)
 
     def _append_text(self, token_id: int, reason: FinishReason | None) -> None:
-        """Add a token's text, unless it is a stop token; hold back a possible stop string. reason: why it ends the completion, if it does."""
+        """Add a token's text, unless it is a stop token; hold back a possible stop string. reason: why it ends the completion, or None."""
         params = self.request.params
         text = ""
         if reason is not FinishReason.STOP or params.include_stop_str_in_output:
