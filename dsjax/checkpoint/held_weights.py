@@ -46,7 +46,7 @@ class HeldShard:
 
     @property
     def address(self) -> int:
-        """Identifies the memory of ``values``."""
+        """Identifies the memory of ``values``; equal for shards that share it."""
         return self.values.ctypes.data if isinstance(self.values, np.ndarray) else id(self.values)
 
     def read(self, layer: int, slot: int, box: Box) -> np.ndarray | Array:
@@ -76,7 +76,7 @@ class HeldShard:
         self.arrays = {}
 
     def _buffers(self) -> Iterator[np.ndarray]:
-        """Yield each device's memory. Most devices share one buffer."""
+        """Yield the shard's buffers in host memory: ``values``, and those of the devices that have a copy of their own."""
         yield self.values
         for array in self.arrays.values():
             if array.unsafe_buffer_pointer() != self.values.ctypes.data:
@@ -94,7 +94,7 @@ class Piece:
 
 @dataclass
 class WeightBytes:
-    """Sources of a mesh epoch's parameters, in bytes of this process's distinct shards."""
+    """Where a mesh epoch's parameters came from, in bytes: each distinct shard of this process counts once."""
 
     kept: int = 0  # stayed in place
     moved: int = 0  # copied from another shard of this process
@@ -111,9 +111,9 @@ class WeightBytes:
 
 
 class HeldWeights:
-    """A checkpoint's parameters on this process's devices, held after one executor's release until the next executor has its own.
+    """A checkpoint's parameters on this process's devices, held between two executors: from the release of one to the loading of the next.
 
-    ``keep`` takes over an executor's parameters; ``clear`` drops them. Not thread-safe.
+    ``keep`` takes over an executor's parameters; ``clear`` drops them. ``counts``: sources of the latest mesh epoch's. Not thread-safe.
 
     Args:
         on_host: whether shards are in host memory, as on the CPU platform; None: decided by the device's platform.
@@ -139,13 +139,13 @@ class HeldWeights:
     ) -> None:
         """Take ownership of all parameters that the devices still have. The caller must not use them afterwards.
 
-        placements: the experts' current placement. infos: of the parameters; None: those of the step's table.
+        placements: of the experts, now. infos: of the parameters in ``params``; None: those of the step's table.
         """
-        rows = None if placements is None else step.with_shared_slots(placements).physical_to_logical
-        names = TensorNames(step.config, step.table.infos if infos is None else infos, rows)
+        slot_experts = None if placements is None else step.with_shared_slots(placements).physical_to_logical
+        names = TensorNames(step.config, step.table.infos if infos is None else infos, slot_experts)
         for path, info in names.parameters.items():
             array = params.get(path)
-            if array is None or not _is_whole(array):
+            if array is None or not _is_usable(array):
                 continue
             shards: dict[Box, HeldShard] = {}
             for piece in array.addressable_shards:
@@ -199,32 +199,32 @@ class HeldWeights:
         self._shards[path] = [one for one in self._shards.get(path, ()) if one is not shard]
 
     def give_back(self, path: str, layer: int, keeping: Sequence[HeldShard]) -> None:
-        """Free a layer of all shards that do not share memory with a shard in ``keeping``."""
-        kept = {shard.address for shard in keeping}
+        """Free a layer of all shards of a parameter, except those that share memory with a shard in ``keeping``."""
+        kept_addresses = {shard.address for shard in keeping}
         for shard in self._shards.get(path, ()):
-            if shard.is_there[layer] and shard.address not in kept:
+            if shard.is_there[layer] and shard.address not in kept_addresses:
                 shard.give_back(layer)
 
     def look_up(
         self, path: str, layer: int, expert: int, box: Box, first: jax.Device | None = None
     ) -> tuple[list[Piece], list[Box]]:
-        """Look up a box of an expert. Return the pieces held and the boxes missing. first: the device to search first."""
+        """Look up a box of an expert. Return the pieces held, and the boxes missing. first: device whose shards are searched first."""
         shards = [shard for shard in self._shards.get(path, ()) if shard.is_there[layer]]
         pieces = []
         missing = [box]
         for shard in sorted(shards, key=lambda shard: first not in shard.arrays):
             slot = shard.extent.slot_of(layer, expert)
-            left = []
+            still_missing = []
             if slot is None:
                 continue
             for box in missing:
                 common = intersection(box, shard.extent.box)
                 if common is None:
-                    left.append(box)
+                    still_missing.append(box)
                 else:
                     pieces.append(Piece(shard, slot, common))
-                    left += difference(box, common)
-            missing = left
+                    still_missing += difference(box, common)
+            missing = still_missing
         return pieces, missing
 
 
@@ -233,7 +233,7 @@ def _cut(values: Array, starts: tuple[np.int32, ...], sizes: tuple[int, ...]) ->
     return lax.dynamic_slice(values, starts, sizes)
 
 
-def _is_whole(array: Array) -> bool:
+def _is_usable(array: Array) -> bool:
     """Return whether an array is usable: not deleted, and the program that computed it succeeded."""
     if array.is_deleted():
         return False
@@ -244,12 +244,12 @@ def _is_whole(array: Array) -> bool:
 
 
 def _give_back_pages(address: int, nbytes: int) -> None:
-    """Return whole memory pages to the kernel; they then read as zeros. Linux only."""
+    """Return the whole pages in a range of memory to the kernel; they then read as zeros. Linux only."""
     if not sys.platform.startswith("linux"):
         return
-    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    last = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if first < last:
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < stop:
         ctypes.CDLL(None, use_errno=True).madvise(
-            ctypes.c_void_p(first), ctypes.c_size_t(last - first), 4
+            ctypes.c_void_p(start), ctypes.c_size_t(stop - start), 4
         )  # MADV_DONTNEED

@@ -18,8 +18,7 @@ def check_destination(destination: Path, *, overwrite: bool = False) -> None:
     Only a checkpoint or an empty folder is ever replaced: a mistyped name must not delete a home directory.
 
     Raises:
-        DestinationError: it is not a directory, is a mount point, holds something other than a checkpoint, or exists and
-            ``overwrite`` is false.
+        DestinationError: it is no directory, is a mount point, holds anything but a checkpoint, or exists and ``overwrite`` is false.
     """
     if destination.exists() and not destination.is_dir():
         raise DestinationError(destination, "exists and is no directory; choose another destination")
@@ -46,9 +45,9 @@ def _is_checkpoint(folder: Path) -> bool:
 def publish(destination: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Create a folder beside ``destination`` to write to; rename it to ``destination`` when the block ends without an error.
 
-    On an error or interrupt the folder is removed. A killed process leaves a hidden ``.NAME.PID.partial``, never an
-    incomplete ``destination``. With ``overwrite``, the old directory stays until the new one is complete. A symbolic
-    link is kept; its target is replaced.
+    On an error or interrupt the folder is removed. A killed process may leave a hidden ``.NAME.PID.partial``, never an incomplete
+    ``destination``. With ``overwrite``, the old directory stays until the new one is complete, is then renamed to ``.NAME.PID.replaced``,
+    and deleted after the new one has its name. A symbolic link is kept; its target is replaced.
 
     Raises:
         DestinationError: as in ``check_destination``, or the folder cannot be created.

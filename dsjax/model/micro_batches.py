@@ -23,10 +23,10 @@ class TwoBatchOverlap:
     decode_tokens: int = 32  # fewest tokens of a DP rank, padding included, for a step of decodes alone
     prefill_tokens: int = 512  # the same for a step with prompts
     decode_chunk: int = 1  # most tokens of a decode row: one plus its drafts
-    stages: int = 2  # micro-batches of such a step with AFD
+    stages: int = 2  # most micro-batches of a split step with AFD
 
     def halves(self, shapes: Sequence[GroupShape]) -> bool:
-        """Whether a step of these groups is computed in two halves."""
+        """Whether to split a step of these groups: it has enough tokens, and at least one group has more than one token to split."""
         least = self.decode_tokens if all(one.chunk <= self.decode_chunk for one in shapes) else self.prefill_tokens
         return sum(one.tokens for one in shapes) >= least and any(one.tokens > 1 for one in shapes)
 
@@ -36,12 +36,12 @@ class MicroBatches:
     """Row groups cut into micro-batches."""
 
     groups: Sequence[Sequence[RowGroup]]  # the row groups of each micro-batch
-    # ``[T]``, the step's token slot of each slot of the micro-batches, which are concatenated in order
+    # ``[T]``: for each token slot of the micro-batches, concatenated in order, its token slot in the step
     places: Int[np.ndarray, "T"]
 
     @property
     def borders(self) -> list[int]:
-        """The first token slot, in the order of ``places``, of each micro-batch but the first."""
+        """The index in ``places`` at which each micro-batch but the first begins."""
         sizes = [sum(group.shape.tokens for group in groups) for groups in self.groups]
         return np.cumsum(sizes)[:-1].tolist()
 
@@ -49,26 +49,26 @@ class MicroBatches:
     def of(cls, groups: Sequence[RowGroup], most: int) -> MicroBatches:
         """Cut groups into at most ``most`` micro-batches.
 
-        Rows are dealt round-robin because padded rows come last. The chunk of a group with one row is split into equal parts.
+        Rows are dealt round-robin, so that padded rows, which come last, spread evenly. A group with one row is split along its chunk.
         """
-        made: list[list[RowGroup]] = [[] for _ in range(most)]
+        row_groups: list[list[RowGroup]] = [[] for _ in range(most)]
         places_of: list[list[np.ndarray]] = [[] for _ in range(most)]
         start = 0
         for group in groups:
             R, C = group.shape.rows, group.shape.chunk
             places = start + np.arange(R * C).reshape(R, C)
             start += R * C
-            parts = _pieces(group.shape, most)
-            for part in range(parts):
+            pieces = _pieces(group.shape, most)
+            for part in range(pieces):
                 if R > 1:
-                    made[part].append(_rows(group, part, most))
+                    row_groups[part].append(_rows(group, part, most))
                     places_of[part].append(places[part::most])
                 else:
-                    first, end = -(-C * part // parts), -(-C * (part + 1) // parts)
-                    made[part].append(_columns(group, first, end))
-                    places_of[part].append(places[:, first:end])
+                    first, stop = -(-C * part // pieces), -(-C * (part + 1) // pieces)
+                    row_groups[part].append(_columns(group, first, stop))
+                    places_of[part].append(places[:, first:stop])
         filled = count_micro_batches([group.shape for group in groups], most)
-        return cls(made[:filled], np.concatenate([one.reshape(-1) for part in places_of for one in part]))
+        return cls(row_groups[:filled], np.concatenate([array.reshape(-1) for arrays in places_of for array in arrays]))
 
 
 def count_micro_batches(shapes: Sequence[GroupShape], most: int) -> int:
@@ -81,13 +81,13 @@ def _pieces(shape: GroupShape, most: int) -> int:
 
 
 def _rows(group: RowGroup, first: int, step: int) -> RowGroup:
-    """Return every ``step``-th row of a group, from row ``first`` on."""
+    """Return every ``step``-th row of a group, from row ``first`` on. The arrays are ``[B, R, …]``, with B DP ranks."""
     rows = jax.tree.map(lambda array: array[:, first::step], group)
     return replace(rows, shape=replace(group.shape, rows=len(range(first, group.shape.rows, step))))
 
 
 def _columns(group: RowGroup, first: int, end: int) -> RowGroup:
-    """Return tokens ``first`` to ``end`` of each row's chunk. Their positions in the cache follow the tokens before ``first``."""
+    """Return tokens ``first`` to ``end`` of each row's chunk, which follow the tokens before ``first`` in the cache."""
     length = jnp.clip(group.length - first, 0, end - first)
     shape = replace(group.shape, chunk=end - first)
     tokens, start = group.tokens[:, :, first:end], group.start + first

@@ -1,8 +1,7 @@
 """Products for the model's plain forward pass (``transformer.py``), bitwise equal to the engine's on a CPU, with derivatives.
 
-A trainer that uses them computes exactly the engine's log-probabilities. In the forward pass, also under ``jax.grad`` and ``jax.vjp``,
-the native kernels of the engine's step compute each sum. In the backward pass, XLA differentiates the ``XlaProducts`` version of the
-function at the same point.
+A trainer that uses them computes exactly the engine's log-probabilities. The forward pass, also under ``jax.grad`` and ``jax.vjp``, runs
+the native kernels of the engine's step. The backward pass runs XLA's derivative of the same function in plain JAX, at the same point.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ from sharding.sums import pieces_of
 class NativeProducts:
     """The engine's float32 products on one CPU device, for ``Transformer(…)(tokens, products=…)`` instead of ``XlaProducts``.
 
-    Weights may have any format: they are converted to float32 first, with the same bits as in kernels that convert them on reading. Packed
-    experts are the exception: their kernel multiplies by blocks. Sparse attention chooses as with ``--index-scores float``. XLA computes
-    DeepSeek-V4's attention, head norms, grouped product and hyper-connections, so its logits are close but not equal.
+    Weights may have any format: they are converted to float32 first, which gives the same bits as kernels that convert them on reading.
+    Not bitwise equal: packed experts, whose kernel multiplies by blocks, and DeepSeek-V4, whose attention, head norms, grouped
+    product and hyper-connections XLA computes. Sparse attention chooses as with ``--index-scores float``.
     """
 
     observe: ClassVar[None] = None
@@ -51,7 +50,7 @@ class NativeProducts:
     form: Literal["CC", "A_CC_ME"] = "A_CC_ME"
 
     def multiply(self, matrix: Matrix | ExpertRouter, x: Float[Array, "*b K"]) -> Float[Array, "*b *columns"]:
-        """Compute ``Matrix.product``."""
+        """Compute ``Matrix.product``. Sums over depths that a mesh may shard are trees, as in the engine."""
         if isinstance(matrix, GroupedMatrix):
             return matrix.product(x)
         weight = matrix.value(jnp.float32) if isinstance(matrix, Matrix) else value_of(matrix.weight)
@@ -75,30 +74,31 @@ class NativeProducts:
         return _with_derivative(native, plain)(x, *(value_of(parameter).astype(x.dtype) for parameter in parameters))
 
     def attend(self, mla: MLA, p: Projections) -> tuple[Float[Array, "B S H U"], None]:
-        """Apply causal self-attention. Each sequence is a row of the kernel, on one page of a temporary cache."""
+        """Apply causal self-attention. Each sequence is a row of the kernel, with one page of a temporary cache."""
         config, (B, S) = mla.config, p.latent.shape[:2]
         form, is_sparse = FORMS[self.form], p.index is not None and config.mla.indexer.topk < S
 
         def native(q_nope, q_rope, latent, k_rope, weight, index):
             layer, tables = jnp.int32(0), jnp.arange(B)[:, None]
-            where = layer, jnp.zeros(B, jnp.int32), jnp.full(B, S), tables, None
+            # arguments of ``attention`` after the cache: layer, start, length, tables, filled, and optionally chosen
+            cache_args = layer, jnp.zeros(B, jnp.int32), jnp.full(B, S), tables, None
             if is_sparse:
                 positions = jnp.broadcast_to(jnp.arange(S), (B, S))
-                keys = {"index": index.key[None]}, layer, positions, tables, None, config.mla.indexer.topk
-                at, count, words = self.kernels.index_choice(index.query, index.weight, *keys)
+                index_args = {"index": index.key[None]}, layer, positions, tables, None, config.mla.indexer.topk
+                chosen, count, chosen_bits = self.kernels.index_choice(index.query, index.weight, *index_args)
                 if form.masks:
-                    where = *where, words
-                else:  # each query is a row, whose page holds its chosen entries in the order of positions
+                    cache_args = *cache_args, chosen_bits
+                else:  # each query becomes a row, whose page holds only its chosen entries, in the order of positions
                     q_nope, q_rope = (rearrange(q, "b s h n -> (b s) 1 h n") for q in (q_nope, q_rope))
                     latent, k_rope = (
-                        rearrange(jax.vmap(lambda array, at: array[at])(array, at), "b s k w -> (b s) k w")
+                        rearrange(jax.vmap(lambda array, chosen: array[chosen])(array, chosen), "b s k w -> (b s) k w")
                         for array in (latent, k_rope)
                     )
-                    where = layer, count.reshape(-1) - 1, jnp.ones(B * S), jnp.arange(B * S)[:, None], None
+                    cache_args = layer, count.reshape(-1) - 1, jnp.ones(B * S), jnp.arange(B * S)[:, None], None
             cache = {"latent": latent[None], "rope": k_rope[None]}
             name, scale = form.kernels["native"], config.softmax_scale
             weights = {"weight": rearrange(weight, "m h n -> 1 m (h n)")}
-            out = self.kernels.attention(name, q_nope, q_rope, weights, layer, cache, *where, scale=scale)
+            out = self.kernels.attention(name, q_nope, q_rope, weights, layer, cache, *cache_args, scale=scale)
             return out.reshape(B, S, *out.shape[2:])
 
         def plain(q_nope, q_rope, latent, k_rope, weight, index):
@@ -143,5 +143,5 @@ class NativeProducts:
 def _with_derivative(native: Callable[..., Array], plain: Callable[..., Array]) -> Callable[..., Array]:
     """Return ``native`` with the derivative of ``plain``, which computes the same function. Both take only arrays."""
     function = jax.custom_vjp(native)
-    function.defvjp(lambda *given: (native(*given), given), lambda given, change: jax.vjp(plain, *given)[1](change))
+    function.defvjp(lambda *args: (native(*args), args), lambda args, cotangent: jax.vjp(plain, *args)[1](cotangent))
     return function

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 STEP_INTERVAL = EplbConfig().step_interval
 """Steps between two rebalances, unless `--eplb-config` says otherwise."""
 _DRAWS = 24
-"""Number of layers to draw if no trace is given; the busiest rank's mean over them is then within about 3 %."""
+"""Number of layers to draw if no trace is given; the mean over them of the busiest rank's load is then within about 3 %."""
 _MANY_RANKS = 128
-"""Above this many ranks, only a third of the layers is placed: each layer is then a larger sample."""
+"""Above this many ranks, only the first `_DRAWS // 3` layers are placed: each layer is then a larger sample."""
 PLACEMENTS = "placements.csv"
 """File in `configs` with results for the default skew, precomputed by `tools/make_placements.py`: a search needs hundreds."""
 
@@ -83,56 +83,56 @@ def quantiles(experts: int) -> Float[np.ndarray, " E"]:
 
 @functools.cache
 def drawn(variation: float, experts: int, drift: float) -> Loads:
-    """Return loads of `_DRAWS` layers, log-normal over experts with this coefficient of variation; deterministic.
+    """Return deterministic loads of `_DRAWS` layers, log-normal over experts with this coefficient of variation.
 
-    drift: share of the spread that the balancer has not seen.
+    drift: share of the spread of the served loads that the balancer has not seen.
     """
     rng = np.random.default_rng(0)
-    each = quantiles(experts)
-    each = each * (math.sqrt(math.log(1 + variation**2)) / each.std())
-    before, new = (np.stack([rng.permutation(each) for _ in range(_DRAWS)]) for _ in range(2))
+    log_loads = quantiles(experts)
+    log_loads = log_loads * (math.sqrt(math.log(1 + variation**2)) / log_loads.std())
+    before, new = (np.stack([rng.permutation(log_loads) for _ in range(_DRAWS)]) for _ in range(2))
     return Loads(np.exp(before), np.exp(_drift(before, new, drift)))
 
 
 @functools.cache
 def drifted(trace: Loads, drift: float) -> Loads:
-    """Return a recorded load as seen, and as served after `drift`; the trace itself if it has both, or without drift."""
+    """Return a trace with its loads as served after `drift`. Unchanged if the trace has a second recording, or without drift."""
     if drift == 0 or trace.served is not trace.seen:
         return trace
     # Count an expert without tokens as half a token, so that it has a logarithm.
     before = np.log(np.maximum(trace.seen, 0.5))
-    middle = before.mean(axis=1, keepdims=True)
+    layer_means = before.mean(axis=1, keepdims=True)
     new = np.random.default_rng(0).permuted(before, axis=1)
-    return Loads(trace.seen, np.exp(middle + _drift(before - middle, new - middle, drift)))
+    return Loads(trace.seen, np.exp(layer_means + _drift(before - layer_means, new - layer_means, drift)))
 
 
 def _drift(before: np.ndarray, new: np.ndarray, drift: float) -> np.ndarray:
-    """Return logarithms of the served loads, as uneven as `before`: √(1 - drift²) of `before` plus drift of `new`, of the same spread."""
+    """Return logarithms of the served loads: √(1 - drift²) of `before` plus `drift` of `new`, which keeps the spread."""
     return math.sqrt(1 - drift**2) * before + drift * new
 
 
 @functools.lru_cache(maxsize=4096)
 def busiest(every: tuple[Loads, ...], slots: Slots, balanced: bool) -> list[tuple[float, float, float]]:
-    """Return the busiest rank's load ÷ the mean rank's for each of several served loads: (mean over layers, least, most).
+    """Return, for each of several loads, the busiest rank's served load ÷ the mean rank's: (mean over layers, least, most).
 
     balanced: place experts by the loads seen; else as the engine starts, without loads. Sampling noise is not included.
     """
     if slots.ranks > _MANY_RANKS:
-        every = tuple(Loads(one.seen[: _DRAWS // 3], one.served[: _DRAWS // 3]) for one in every)
+        every = tuple(Loads(loads.seen[: _DRAWS // 3], loads.served[: _DRAWS // 3]) for loads in every)
     # Place all loads together: the policies take all layers at once.
     if balanced:
         sizes = {"n_physical": slots.physical, "ranks": slots.ranks, "groups": slots.groups, "hosts": slots.hosts}
-        placed_LP = rebalance(np.concatenate([one.seen for one in every]), **sizes)
+        placed_LP = rebalance(np.concatenate([loads.seen for loads in every]), **sizes)
     else:
         placed_LP = _static(every[0].seen.shape[1], slots)
-    loads_LR = rank_loads(np.concatenate([one.served for one in every]), placed_LP, slots.ranks)
-    ends = np.cumsum([len(one.served) for one in every])[:-1]
-    ratios = np.split(loads_LR.max(axis=1) / loads_LR.mean(axis=1), ends)
+    loads_LR = rank_loads(np.concatenate([loads.served for loads in every]), placed_LP, slots.ranks)
+    borders = np.cumsum([len(loads.served) for loads in every])[:-1]
+    ratios = np.split(loads_LR.max(axis=1) / loads_LR.mean(axis=1), borders)
     return [(float(ratio.mean()), float(ratio.min()), float(ratio.max())) for ratio in ratios]
 
 
 def _static(experts: int, slots: Slots) -> Int[np.ndarray, "1 P"]:
-    """Do the same as `Placement.with_redundancy` without a load, whose file imports JAX; plans with published kernels need no JAX."""
+    """Return the placement without loads, as `Placement.with_redundancy` does: that imports JAX, which planning can do without."""
     if slots.physical == experts:
         return np.arange(experts)[None]
     return rebalance(np.ones((1, experts)), n_physical=slots.physical, ranks=slots.ranks)
@@ -162,21 +162,21 @@ class Skew:
         """
         if slots.ranks == 1:
             return 1.0
-        chance = 2 * math.log(slots.ranks) / rows if rows > 0 else 0.0
+        noise_squared = 2 * math.log(slots.ranks) / rows if rows > 0 else 0.0
         is_uniform = self.high == 0
-        placed = (1.0, 1.0, 1.0) if is_uniform else self._placed(slots, experts, balanced)
-        value, low, high = (min(1 + math.sqrt((end - 1) ** 2 + chance), slots.ranks) for end in placed)
+        imbalance = (1.0, 1.0, 1.0) if is_uniform else self._placed(slots, experts, balanced)
+        value, low, high = (min(1 + math.sqrt((end - 1) ** 2 + noise_squared), slots.ranks) for end in imbalance)
         if is_uniform or not is_drawing():
             return value
-        seen = self.trace is not None and self._determines(experts, balanced)
-        return (measured if seen else assumed)(value, min(value, low), max(value, high), BUSIEST, self.source)
+        is_measured = self.trace is not None and self._determines(experts, balanced)
+        return (measured if is_measured else assumed)(value, min(value, low), max(value, high), BUSIEST, self.source)
 
     def _placed(self, slots: Slots, experts: int, balanced: bool) -> Sequence[float]:
-        """Return the imbalance that remains after placement: estimate, low, high."""
+        """Return the busiest rank ÷ mean rank after placement, without sampling noise: estimate, low, high."""
         slots = slots.normalized if balanced else slots._replace(groups=1, hosts=1)
-        known = precomputed_placements().get((slots, balanced)) if self == DEFAULT_SKEW and experts == 256 else None
-        if known:
-            return known
+        entry = precomputed_placements().get((slots, balanced)) if self == DEFAULT_SKEW and experts == 256 else None
+        if entry:
+            return entry
         if self._has_trace(experts) and self._determines(experts, balanced):
             return busiest((self.trace,), slots, balanced)[0]
         drifts = DRIFT if balanced else (0.0, 0.0, 0.0)
@@ -190,7 +190,7 @@ class Skew:
         return self.trace is not None and self.trace.seen.shape[1] == experts
 
     def _determines(self, experts: int, balanced: bool) -> bool:
-        """Whether the trace determines the loads; for a balancer's drift, it needs two recordings with this number of experts."""
+        """Whether a trace suffices, without an assumed drift: a balancer needs two recordings with this number of experts."""
         return not balanced or (self._has_trace(experts) and self.trace.served is not self.trace.seen)
 
     def touched(self, tokens: float, top_k: int, experts: int) -> float:
@@ -201,7 +201,7 @@ class Skew:
         return _touched(self.variation, tokens, top_k, experts)
 
     def most_touched(self, tokens: float, top_k: int, experts: int, slots: int, ranks: int) -> float:
-        """Return the touched experts of the rank with the most, for which the others wait. Each of `ranks` ranks has `slots` slots.
+        """Return the number of touched experts on the rank with the most; the others wait for it. slots: of each of `ranks` ranks.
 
         The number per rank is approximated as normal, with the spread of draws without replacement; the largest of n such variables is
         taken at its median (Blom, Statistical estimates and transformed beta-variables, 1958).
@@ -223,9 +223,9 @@ def _touched(variation: float, tokens: float, top_k: int, experts: int) -> float
 @functools.cache
 def _unpicked(variation: float, top_k: int, experts: int) -> np.ndarray:
     """Return, for each expert, the logarithm of the probability that a token does not go to it."""
-    each = np.exp(math.sqrt(math.log(1 + variation**2)) * quantiles(experts))
+    popularity = np.exp(math.sqrt(math.log(1 + variation**2)) * quantiles(experts))
     # An expert can get at most every token.
-    return np.log1p(-np.minimum(each / each.sum() * top_k, 1 - 1e-9))
+    return np.log1p(-np.minimum(popularity / popularity.sum() * top_k, 1 - 1e-9))
 
 
 @functools.cache
@@ -276,9 +276,9 @@ def read_skew(text: str) -> Skew:
     seen = tables[0]
     served = tables[-1]
     refuse("trace", given=text, seen=seen, served=served)
-    used = (seen.sum(axis=1) > 0) & (served.sum(axis=1) > 0)
-    seen = seen[used]
-    trace = Loads(seen, seen if len(files) == 1 else served[used])
+    has_tokens = (seen.sum(axis=1) > 0) & (served.sum(axis=1) > 0)
+    seen = seen[has_tokens]
+    trace = Loads(seen, seen if len(files) == 1 else served[has_tokens])
     return Skew(*counts_variation(trace.served), f"trace {text}", trace)
 
 

@@ -1,7 +1,7 @@
 """``gather``: all-gather the EP group's tokens on every rank, apply the rank's experts to them, and reduce-scatter the sums.
 
-For any routing, there are two collectives: one ``all_gather`` of packed rows and one reduce-scatter. Each token goes to
-all ranks, so this suits few tokens per rank (decode), where a fixed number of small messages beats fewer bytes.
+Any routing needs two collectives: one ``all_gather`` of packed rows and one reduce-scatter. Each token goes to all ranks, so this suits
+few tokens per rank (decode), where a fixed number of small messages beats fewer bytes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from sharding.dispatch.wire import WireFormat
 from sharding.sums import add_as_tree, add_in_order
 
 IN_MEMORY_COLUMNS = 4
-"""Maximum ratio of a rank's columns to the capacity of a ``padded`` queue at which devices that share memory use ``GatherByChoice``. This
-saves 15 % of the CPU time of 256 prompts on ``dp=32``."""
+"""Factor on ``padded``'s capacity per destination rank, up to which ``GatherByChoice`` is used on devices that share memory (see
+``fits``). This saves 15 % of the CPU time of 256 prompts on ``dp=32``."""
 
 
 class _InFlight(NamedTuple):
@@ -91,14 +91,14 @@ class Gather(Method):
         return Transit(partial_ND, transit.kept._replace(counts=counts))
 
     def answer(self, transit: Transit) -> Transit:
-        """Run one reduce-scatter."""
-        partial_ND, everybodys = transit.rows, self.tokens * self.group.all_ranks
-        y_TD = lax.psum_scatter(partial_ND[:everybodys], self.group.all_axes, scatter_dimension=0, tiled=True)
-        shared_sums = self.group.share_width(partial_ND[everybodys:]) if self.fused_shared else None
+        """Run one reduce-scatter over the group's rows. The rows after them, if any, are the shared expert's."""
+        partial_ND, group_rows = transit.rows, self.tokens * self.group.all_ranks
+        y_TD = lax.psum_scatter(partial_ND[:group_rows], self.group.all_axes, scatter_dimension=0, tiled=True)
+        shared_sums = self.group.share_width(partial_ND[group_rows:]) if self.fused_shared else None
         return Transit(y_TD, transit.kept._replace(shared_sums=shared_sums))
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
-        """Return the reduced sums, plus those of the rank's shared expert, and the counts."""
+        """Return the reduced sums, plus those of the fused shared expert, and the counts."""
         kept, y_TD = transit.kept, transit.rows
         return y_TD if kept.shared_sums is None else y_TD + kept.shared_sums, sent_to_experts(
             self.group, kept.counts, kept.slots_TK, 1
@@ -107,10 +107,10 @@ class Gather(Method):
 
 @dataclass(frozen=True)
 class GatherByChoice(Method):
-    """``Gather`` that returns each expert's result separately and adds them in the order of a token's choices.
+    """``Gather`` that returns each expert's weighted result (a term) separately and adds them in the order of a token's choices.
 
-    Each rank returns a fixed number of columns for every gathered token, even if none of its experts is chosen. Used only if ``fits``
-    says that this pays; otherwise ``padded`` is used.
+    For every gathered token, each rank returns ``_columns`` terms, zero for experts that are not chosen. Used only if ``fits`` says that
+    this pays; otherwise ``padded`` is used.
     """
 
     group: ExpertGroup
@@ -138,15 +138,15 @@ class GatherByChoice(Method):
 
     @staticmethod
     def fits(group: ExpertGroup, tokens: int, top_k: int, capacity: int) -> bool:
-        """Whether a rank's tokens have no more columns than ``padded`` has cells per destination rank.
+        """Whether a rank's tokens have no more terms on one rank than ``padded`` has cells per destination rank (``capacity``).
 
-        For devices that share memory, the limit is ``IN_MEMORY_COLUMNS`` times higher, because bytes cost less than queues there.
+        For devices that share memory, the limit is ``IN_MEMORY_COLUMNS`` times higher: there, bytes cost less than ``padded``'s queues.
         """
         return tokens * min(top_k, group.experts) <= capacity * (1 if group.in_memory is None else IN_MEMORY_COLUMNS)
 
     @property
     def _columns(self) -> int:
-        """Maximum number of terms that a rank has for one token."""
+        """Number of terms that a rank returns for one token (J): one per choice, or per expert of the rank if that is fewer."""
         return min(self.top_k, self.group.experts)
 
     def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
@@ -158,24 +158,24 @@ class GatherByChoice(Method):
         return Transit(self.group.gather_all(transit.rows), transit.kept)
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
-        """Compute the terms of this rank's experts."""
+        """Compute a row per gathered token and column: the terms of this rank's experts (``RankExperts.terms``)."""
         rows, slots_NK, weights_NK, _ = self.wire.unpack(transit.rows)
         terms_NJD, counts = experts.terms(rows, slots_NK, weights_NK)
         return Transit(rearrange(terms_NJD, "n j d -> (n j) d"), transit.kept._replace(counts=counts))
 
     def answer(self, transit: Transit) -> Transit:
-        """Run one ``all_to_all``, then add the parts of the experts' width."""
+        """Run one ``all_to_all``, then add the parts of the experts' width. Return rows in the order (rank, own token, column)."""
         sizes = {"g": self.group.size, "w": self.group.width}
-        returned = rearrange(self.group.exchange_all(transit.rows), "(g w each) d -> w g each d", **sizes)
-        return Transit(rearrange(add_as_tree(returned), "g each d -> (g each) d"), transit.kept)
+        parts = rearrange(self.group.exchange_all(transit.rows), "(g w each) d -> w g each d", **sizes)
+        return Transit(rearrange(add_as_tree(parts), "g each d -> (g each) d"), transit.kept)
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
-        """Add each token's terms in the order of its choices."""
+        """Add each token's terms in the order of its choices. Column: the expert's number on its rank if J < K, else that of the choice."""
         slots_TK, group, J = transit.kept.slots_TK, self.group, self._columns
         T, K = slots_TK.shape
         rank_TK, column_TK = slots_TK // group.experts, slots_TK % group.experts if J < K else jnp.arange(K)
-        cell_TK = (rank_TK * T + jnp.arange(T)[:, None]) * J + column_TK
-        chosen_TKD = transit.rows.take(jnp.where(slots_TK >= 0, cell_TK, 0), axis=0, mode="clip")
+        row_TK = (rank_TK * T + jnp.arange(T)[:, None]) * J + column_TK
+        chosen_TKD = transit.rows.take(jnp.where(slots_TK >= 0, row_TK, 0), axis=0, mode="clip")
         terms_TKD = jnp.where(slots_TK[:, :, None] >= 0, chosen_TKD, 0)
         y_TD = add_in_order(terms_TKD.astype(jnp.float32), axis=1).astype(self.wire.dtype)
         return y_TD, sent_to_experts(group, transit.kept.counts, slots_TK, 1)

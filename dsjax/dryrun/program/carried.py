@@ -10,17 +10,17 @@ _LINEAR = {
     "bitcast", "bitcast-convert", "broadcast", "convert", "copy", "copy-done", "copy-start", "divide", "dynamic-slice", "multiply",
     "negate", "opt-barrier", "reduce-precision", "reshape", "select", "slice", "transpose",
 }  # fmt: skip
-"""Operations that pass on a carried value unchanged, scaled or in part."""
+"""Operations whose result is the carried value itself, scaled, converted or rearranged, or a part of it."""
 
 _Paths = frozenset[bool]
-"""Paths from a carried value to an element: True for a path with an addition, False for one without."""
+"""Kinds of paths from a carried value to an operation: True if a path has an addition, False if a path has none; empty without a path."""
 _NONE: _Paths = frozenset()
 _Leaf = Callable[[Operation], _Paths | None]
 _Visited = dict[str, _Paths]
 
 
 def carried_sums(program: Program, loop: Operation) -> tuple[Operation, ...]:
-    """Return the operations that add, in floating point, to elements of a ``while``'s tuple, one per element."""
+    """Return the operations that add, in floating point, to an element of the tuple that a ``while`` carries; at most one per element."""
     body = program.computations[loop.called("body")]
     if body.root.opcode != "tuple":
         return ()
@@ -29,7 +29,7 @@ def carried_sums(program: Program, loop: Operation) -> tuple[Operation, ...]:
 
 
 def _is_carried_sum(program: Program, body: Computation, result: Operation, index: int) -> bool:
-    """Whether a float result of a loop's body adds to the element ``index`` that the body was given."""
+    """Whether a float result of a loop's body adds to element ``index`` of the tuple that the body was given."""
     if not result.shapes or not is_float(result.shapes[0].dtype):
         return False
 
@@ -48,10 +48,10 @@ def is_float(dtype: str) -> bool:
 
 
 def _paths(program: Program, computation: Computation, name: str, leaf_paths: _Leaf, visited: _Visited) -> _Paths:
-    """Return the paths from the carried value to an operation. leaf_paths: returns those of a leaf; None for other operations."""
+    """Return the kinds of paths to an operation. leaf_paths: returns those of a leaf; None: follow the operation's operands."""
     if name in visited:
         return visited[name]
-    visited[name] = _NONE  # during the visit
+    visited[name] = _NONE  # until the operands are known
     operation = computation.operations.get(name)
     if operation is not None:
         paths = leaf_paths(operation)
@@ -86,7 +86,7 @@ def _operand_paths(
 def _fusion_paths(
     program: Program, computation: Computation, fusion: Operation, result: int, leaf_paths: _Leaf, visited: _Visited
 ) -> _Paths:
-    """Follow one result of a fusion through the fusion's parameters to its operands."""
+    """Return the kinds of paths to one result of a fusion: through the fused computation to its parameters, then to the operands."""
     fused = program.computations[fusion.called("calls")]
     root = fused.root
     name = root.operands[result] if root.opcode == "tuple" else root.name

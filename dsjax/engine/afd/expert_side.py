@@ -28,8 +28,8 @@ from sharding.mesh import advice_on_emulation, device_order
 
 def build_both(attention: MeshSpec, experts: MeshSpec) -> tuple[Mesh, Mesh]:
     """Return the meshes of the two sides: attention on the first devices, experts on the next. Raise `MeshError` if there are too few."""
-    devices, first = sorted(jax.devices(), key=device_order), attention.num_devices
-    wanted = first + experts.num_devices
+    devices, num_attention = sorted(jax.devices(), key=device_order), attention.num_devices
+    wanted = num_attention + experts.num_devices
     if len(devices) < wanted:
         platform = devices[0].platform
         advice = advice_on_emulation(wanted) if platform == "cpu" else "use smaller meshes"
@@ -37,16 +37,16 @@ def build_both(attention: MeshSpec, experts: MeshSpec) -> tuple[Mesh, Mesh]:
             f"--attention-mesh {attention} and --expert-mesh ep={experts.ep_size} want {wanted} devices, found {len(devices)} of "
             f"platform {platform!r}; {advice}"
         )
-    return attention.arrange(devices[:first]), experts.arrange(devices[first:wanted])
+    return attention.arrange(devices[:num_attention]), experts.arrange(devices[num_attention:wanted])
 
 
 class ExpertSide(Side):
-    """Experts on devices of this process: all expert devices, or a contiguous range of them.
+    """Computes the routed experts on devices of this process: all expert devices, or a contiguous range of them.
 
     apart: the step's `ExpertsApart`. mesh: of the devices. first: index of the mesh's first device among all expert devices.
 
     Attributes:
-        local: the mesh's spec. slots: a layer's physical experts on these devices; window: the slots as a parameter window.
+        local: the mesh's spec. slots: numbers of the physical experts on these devices, equal in all layers. window: selects these slots.
         infos, rules: of the parameters on these devices. params: the parameters by path, set when loaded.
     """
 
@@ -54,8 +54,8 @@ class ExpertSide(Side):
         super().__init__(apart.spec, waits=mesh.devices.flat[0].platform == "cpu")
         self.mesh, self.first, self.local = mesh, first, MeshSpec(dp_size=mesh.size)
         self.rules = Rules.for_mesh(self.local)
-        on_a_device = next(iter(apart.infos.values())).shape[1] // apart.spec.ep_size
-        self.slots = range(on_a_device * first, on_a_device * (first + self.local.ep_size))
+        slots_per_device = next(iter(apart.infos.values())).shape[1] // apart.spec.ep_size
+        self.slots = range(slots_per_device * first, slots_per_device * (first + self.local.ep_size))
         self.window = ParameterWindow(experts=self.slots)
         self.infos = self.window.of(apart.infos)
         self.params: dict[str, Array] = {}
@@ -73,7 +73,7 @@ class ExpertSide(Side):
     def compile(self, step: ModelStep, stack: str, tokens: int, senders: int, cells: int) -> Compiled:
         """Compile ``(params, arrivals, layer) -> answers`` for a stack of layers.
 
-        tokens: of a step. senders: number of arriving arrays, each with ``cells`` rows for each device.
+        tokens: in a step. senders: number of arriving arrays, each with ``cells`` rows for each device.
         """
         half, index = self.half(step), Described((), np.int32, sharding=NamedSharding(self.mesh, P()))
         experts = StackExperts(step, stack, half, self.rules, self.infos, tokens)
@@ -107,7 +107,7 @@ class ExpertSidePart(DevicePart):
 
 @dataclass(frozen=True, eq=False)
 class WayToDevices:
-    """``Way`` to devices of this process."""
+    """``Way`` (expert route) to devices of this process. One program serves all layers of a stack, in every round."""
 
     side: ExpertSide
     between: Between
@@ -116,12 +116,12 @@ class WayToDevices:
     layers: Sequence[Array]  # layer numbers, as arrays on these devices
 
     def call(self, rows: Sequence[Array], counts: OnHost, layer: int, r: int = 0) -> tuple[list[Array], OnHost]:
-        """Copy the rows to the expert devices, and start their program."""
+        """Copy a round's rows to the expert devices, and start their program."""
         arrivals = to_experts(self.between, self.half, rows)
         answers = self.program(self.side.params, arrivals, self.layers[layer])
         return (jax.block_until_ready(answers) if self.side.waits else answers), counts
 
     def returned(self, away: tuple[list[Array], OnHost]) -> tuple[list[Array], int]:
-        """Copy the answers back."""
+        """Copy the answers to the token devices. Return them, and the number of rounds that the layer needs."""
         answers, counts = away
         return to_tokens(self.between, self.half, answers), rounds_of(self.between, counts)

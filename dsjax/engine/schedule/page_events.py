@@ -55,7 +55,7 @@ class EventSink(Protocol):
 
 
 class EventBatch(msgspec.Struct, frozen=True, array_like=True):
-    """One message."""
+    """One message to vLLM's subscribers: events of one DP rank."""
 
     ts: float  # seconds since 1970
     events: list[Event]
@@ -64,7 +64,7 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """A page's data for `BlockStored` (parent's name, tokens, salt), and its present and pending places (rank, tier)."""
+    """A page's data for `BlockStored` (parent's name, tokens, salt), and present and pending places: (rank, tier), rank None for disk."""
 
     parent: bytes | None
     tokens: bytes
@@ -73,7 +73,7 @@ class _Known:
 
 
 class PageEvents:
-    """Collects the events of all ranks. Disk events go to every rank's subscribers, since each rank can fetch the page."""
+    """Collects the events of all ranks. Disk events go to all ranks' subscribers, because each rank can fetch the page."""
 
     def __init__(self, num_ranks: int, page_size: int):
         self.page_size = page_size
@@ -82,7 +82,7 @@ class PageEvents:
         self._gone: list[bytes] = []  # removed from the disk, event pending
 
     def computed(self, rank: int, request: Request, places: Sequence[int]) -> None:
-        """Record pages stored on a rank's device. places: indices into the request's pages, ascending."""
+        """Record pages stored on a rank's device: one event per consecutive run. places: indices into the request's pages, ascending."""
         size, names, salt = self.page_size, request.page_hashes, request.options.cache_salt
         for index in places:
             known = self._known.get(names[index])
@@ -91,22 +91,22 @@ class PageEvents:
                 parent = names[index - 1] if index else None
                 known = self._known[names[index]] = _Known(parent, page_tokens, salt)
             known.places.add((rank, "device"))
-        start = 0
-        for end in range(1, len(places) + 1):
-            if end == len(places) or places[end] != places[end - 1] + 1:
-                first, last = places[start], places[end - 1] + 1
-                parent, tokens = names[first - 1] if first else None, request.token_ids[first * size : last * size]
-                self._tell(rank, _stored(names[first:last], parent, tokens, size, "device", salt))
-                start = end
+        run_start = 0
+        for run_end in range(1, len(places) + 1):
+            if run_end == len(places) or places[run_end] != places[run_end - 1] + 1:
+                first, stop = places[run_start], places[run_end - 1] + 1
+                parent, tokens = names[first - 1] if first else None, request.token_ids[first * size : stop * size]
+                self._tell(rank, _stored(names[first:stop], parent, tokens, size, "device", salt))
+                run_start = run_end
 
     def holds(self, name: bytes) -> None:
-        """Record a page being written to the disk. Its event follows when it is stored."""
+        """Keep a page's data while the page is being written to the disk. `stored` or `removed` follows when the write has ended."""
         known = self._known.get(name)
         if known is not None:
             known.places.add((None, "disk"))
 
     def stored(self, rank: int | None, tier: str, name: bytes) -> None:
-        """Record a page stored in a tier. rank: None for all. Pages that this process has not computed give no event."""
+        """Record a page stored in a tier. rank: None for all. Only pages that this process has computed give an event."""
         known = self._known.get(name)
         if known is not None:
             known.places.add((rank, tier))
@@ -114,24 +114,24 @@ class PageEvents:
             self._tell(rank, _stored([name], known.parent, tokens, self.page_size, tier, known.salt))
 
     def removed(self, rank: int | None, tier: str, names: Iterable[bytes], *, told: bool = True) -> None:
-        """Record pages removed from a tier. told: whether a stored event was sent for them."""
-        gone = []
+        """Record pages removed from a tier. told: send the event; False if no `BlockStored` was sent for them (a failed write)."""
+        hashes = []
         for name in names:
             known = self._known.get(name)
             if known is not None and (rank, tier) in known.places:
-                gone.append(block_hash(name))
+                hashes.append(block_hash(name))
                 known.places.discard((rank, tier))
                 if not known.places:
                     del self._known[name]
-        if gone and told:
-            self._tell(rank, BlockRemoved(gone, MEDIA[tier]))
+        if hashes and told:
+            self._tell(rank, BlockRemoved(hashes, MEDIA[tier]))
 
     def gone_from_disk(self, names: Iterable[bytes]) -> None:
-        """Record pages removed from the disk. The event follows all others of the same `take`."""
+        """Record pages removed from the disk. The next `take` adds their event after all others."""
         self._gone += names
 
     def cleared(self, rank: int) -> None:
-        """Record that all pages of a rank were removed, from all tiers."""
+        """Drop a rank's pending events, and record that all its pages were removed from all tiers. The shared disk is empty then too."""
         self._events[rank] = [AllBlocksCleared()]
         for name, known in list(self._known.items()):
             known.places = {place for place in known.places if place[0] not in (rank, None)}

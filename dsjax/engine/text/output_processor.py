@@ -31,26 +31,26 @@ class Completion:
             self._tokenizer, params.skip_special_tokens, params.kept_special_tokens
         )
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
-        # Whether a token that does not end the completion only adds text.
-        wants_more = params.stop or params.logprobs is not None or params.prompt_logprobs is not None
-        self._only_adds_text = self._detokenizer is not None and not wants_more
-        # Of all tokens so far; with `DELTA`, of the tokens not yet taken.
+        # Whether a token that does not end the completion needs only detokenizing: `append`'s fast path.
+        needs_more = params.stop or params.logprobs is not None or params.prompt_logprobs is not None
+        self._is_text_only = self._detokenizer is not None and not needs_more
+        # Of all tokens so far; with `DELTA`, of the tokens not yet taken, except for the sum of log-probabilities.
         self._token_ids: list[int] = []
         self._text = ""
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._cumulative_logprob: float | None = None if params.logprobs is None else 0.0
-        # By position in the prompt. The first token has no prediction.
+        # By position in the prompt. The first token has no log-probability.
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
-        self._num_forgotten = 0  # tokens that were taken and removed from `_token_ids`
+        self._num_removed = 0  # tokens that `take` returned and removed from `_token_ids`
         self._num_taken = 0
 
     def append(self, update: Update) -> None:
-        """Enter a step's update. Set `finish_reason` if the completion has ended, including by a stop string.
+        """Add a step's update. Set `finish_reason` if the completion has ended, including by a stop string.
 
         Tokens after a stop string are dropped.
         """
         _, result, reason = update
-        if reason is None and self._only_adds_text and result is not None:
+        if reason is None and self._is_text_only and result is not None:
             self._token_ids += result.token_ids
             for token_id in result.token_ids:
                 self._text += self._detokenizer.push(token_id)
@@ -80,15 +80,15 @@ class Completion:
 
     def is_due(self, interval: int) -> bool:
         """Whether an output is due: after the first token, after every `interval` tokens, and at the end."""
-        new = self._num_forgotten + len(self._token_ids) - self._num_taken
+        new = self._num_removed + len(self._token_ids) - self._num_taken
         return new >= interval or self._num_taken == 0 or self.finish_reason is not None
 
     def take(self, kind: OutputKind) -> CompletionOutput:
         """Return the completion so far, or with `DELTA` only the part since the last call."""
         token_ids, text, logprobs = self._token_ids, self._text, self._logprobs
-        self._num_taken = self._num_forgotten + len(token_ids)
+        self._num_taken = self._num_removed + len(token_ids)
         if kind is OutputKind.DELTA:  # so that a long text is not copied for each token
-            self._num_forgotten = self._num_taken
+            self._num_removed = self._num_taken
             self._token_ids = []
             self._text = ""
             if logprobs is not None:
@@ -100,6 +100,7 @@ class Completion:
         return CompletionOutput(self.index, text, token_ids, self._cumulative_logprob, logprobs, *ended)
 
     def _append_text(self, token_id: int, reason: FinishReason | None) -> None:
+        """Add a token's text, unless it is a stop token; hold back a possible stop string. reason: why it ends the completion, or None."""
         params = self.request.params
         text = ""
         if reason is not FinishReason.STOP or params.include_stop_str_in_output:
@@ -108,7 +109,7 @@ class Completion:
             text += self._detokenizer.flush()
         if self._stops is None:
             self._text += text
-        elif self._num_forgotten + len(self._token_ids) <= params.min_tokens:
+        elif self._num_removed + len(self._token_ids) <= params.min_tokens:
             self._text += self._stops.flush() + text  # stop strings do not count yet
         else:
             self._text += self._stops.push(text)
@@ -126,7 +127,7 @@ class Completion:
     def _token_logprobs(
         self, token_id: int, logprob: float, place: int | None, top: Sequence[tuple[int, float]]
     ) -> TokenLogprobs:
-        """Return the sampled token's entry first, then the most probable tokens'. The sampled token keeps its own entry."""
+        """Return the sampled token's entry first, then those of `top`, most probable first. place: the sampled token's rank, if known."""
         ranked = {token: rank for rank, (token, _) in enumerate(top, start=1)}
         place = place if place is not None else ranked.get(token_id)
         logprobs = {token_id: Logprob(logprob, place, self._token_text(token_id))}
@@ -141,7 +142,7 @@ class Completion:
 
 
 def error_kind(params: SamplingParams, result: RowResult | None) -> ErrorKind:
-    """Return why a request failed. result: None: the step's values were not finite."""
+    """Return why a request failed. result: None if the values of its step were not finite."""
     if result is None or result.error is None:
         return ErrorKind.NON_FINITE
     if result.kind is not None:
@@ -156,10 +157,10 @@ class _Group:
         self.prepared = prepared
         self.completions = [Completion(index, r, tokenizer) for index, r in enumerate(prepared.completions)]
         self.open = len(self.completions)
-        self._told_prompt = False
+        self._sent_prompt_logprobs = False
 
     def output(self, changed: list[Completion]) -> RequestOutput:
-        """Make the output with the completions that changed, or with all if `FINAL_ONLY`."""
+        """Take the output of the completions that changed, or of all if `FINAL_ONLY`."""
         prepared = self.prepared
         kind = prepared.params.output_kind
         if kind is OutputKind.FINAL_ONLY:
@@ -176,9 +177,9 @@ class _Group:
         )
 
     def _prompt_logprobs(self, completion: Completion) -> list[TokenLogprobs | None] | None:
-        """Return the prompt's log-probabilities; with `DELTA`, in the first output only. A completion with a token has all of them."""
-        was_reported = self._told_prompt
-        self._told_prompt = True
+        """Return the prompt's log-probabilities, all of them once a token has been generated; with `DELTA`, in the first output only."""
+        was_reported = self._sent_prompt_logprobs
+        self._sent_prompt_logprobs = True
         if was_reported and self.prepared.params.output_kind is OutputKind.DELTA:
             return None
         return completion.prompt_logprobs
@@ -188,8 +189,8 @@ class _Group:
         first = requests[0]
         return RequestMetrics(
             arrival_time=first.arrival_time,
-            first_scheduled_time=_least(r.first_scheduled_time for r in requests),
-            first_token_time=_least(r.first_token_time for r in requests),
+            first_scheduled_time=_earliest(r.first_scheduled_time for r in requests),
+            first_token_time=_earliest(r.first_token_time for r in requests),
             finish_time=max(r.finish_time or 0.0 for r in requests),
             num_preemptions=sum(r.num_preemptions for r in requests),
             num_prompt_tokens=first.num_prompt_tokens,
@@ -200,7 +201,7 @@ class _Group:
 class OutputProcessor:
     """Tracks every request until its last token. May run in another thread than the engine core.
 
-    The core continues until a stop string is found here. `process` returns the completions to end and skips their later tokens.
+    The core does not know stop strings: `process` returns the completions that one has ended, and skips their later tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1):
@@ -243,7 +244,7 @@ class OutputProcessor:
         """Return the outputs to deliver, and the core's ids of completions ended by a stop string.
 
         failed: receives the errors of requests whose output failed, by id; the caller ends these requests. None: raise the error.
-        followed: receives the updates of completions that had not ended before.
+        followed: receives the updates that were processed, not those of unknown or ended completions.
         """
         changed: dict[_Group, list[Completion]] = {}
         to_abort: list[str] = []
@@ -285,5 +286,5 @@ class OutputProcessor:
         return outputs, to_abort
 
 
-def _least(times: Iterable[float | None]) -> float | None:
+def _earliest(times: Iterable[float | None]) -> float | None:
     return min((time for time in times if time is not None), default=None)
