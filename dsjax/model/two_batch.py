@@ -32,6 +32,7 @@ matrices of attention and experts are read once per half.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -164,12 +165,12 @@ Work = Callable[[Any, Cache], tuple[Any, Cache]]
 
 
 def _beside(ways: Sequence[Callable[[Any], Any]], travels: Any, works: tuple[Work, Work], value: Any, cache: Cache):
-    """Run one or two exchanges of ``travels``, overlapped with two works on ``value``: one work per exchange, or both with a single one.
+    """Run the exchanges of ``travels``, overlapped with two works on ``value``: one for each of the first two, or both for a single one.
 
     Returns the exchanged ``travels``, the value and the cache.
     """
-    turns = [(way, [work]) for way, work in zip(ways, works, strict=False)] if len(ways) > 1 else [(ways[0], works)]
-    for way, beside in turns:
+    works_by_way = [[work] for work in works] if len(ways) > 1 else [works]
+    for way, beside in itertools.zip_longest(ways, works_by_way, fillvalue=()):
         arrived = way(travels)
         for work in beside:
             value, cache = work(value, cache)

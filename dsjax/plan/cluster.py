@@ -185,9 +185,8 @@ def _made(where: str, file: _Cluster) -> Cluster:
 
 
 def _prefill(where: str, file: _Cluster, side: _Prefill) -> Cluster:
-    chip = load_hardware(side.hardware)
     alone = {"acceptance": Acceptance(), "prefill": None}
     alone |= {"devices_per_host": None, "scale_up_devices": None, "name": f"{file.name}, prefill"}
     fields = {name: value for name, value in msgspec.structs.asdict(side).items() if value is not None}
-    file = msgspec.structs.replace(file, **(alone | fields), description=f"{side.hosts} hosts of {chip.name}")
-    return _made(f"{where}, prefill", file)
+    cluster = _made(f"{where}, prefill", msgspec.structs.replace(file, **(alone | fields)))
+    return dataclasses.replace(cluster, description=f"{side.hosts} hosts of {cluster.hardware.name}")
