@@ -66,8 +66,13 @@ def publish(destination: Path, *, overwrite: bool = False) -> Iterator[Path]:
         sync_folder(partial)
         if destination.exists():
             replaced = destination.with_name(f".{destination.name}.{os.getpid()}.replaced")
-            destination.rename(replaced)
-            partial.rename(destination)
+            try:
+                destination.rename(replaced)
+                partial.rename(destination)
+            except BaseException:
+                if not destination.exists() and replaced.exists():
+                    replaced.rename(destination)
+                raise
             shutil.rmtree(replaced)
         else:
             partial.rename(destination)

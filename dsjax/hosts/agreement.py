@@ -144,7 +144,7 @@ class Agreement:
         membership = self._membership
         with membership.changed:
             if contribution.epoch != membership.epoch:
-                waiter.refuse(f"generation {contribution.epoch} was given up")
+                waiter.refuse(f"mesh epoch {contribution.epoch} was abandoned")
                 return
             key = contribution.name, contribution.number
             gather = self._gathers[key]

@@ -222,7 +222,7 @@ class HostGroup(Membership):
         if self._why_ended is not None:
             raise GroupError(f"process 0 has ended the group: {self._why_ended}; its own messages say more")
         if self._latest_epoch > number or self.epoch != number:
-            raise GroupError(f"generation {number} was given up while {doing}")
+            raise GroupError(f"mesh epoch {number} was abandoned while {doing}")
 
     def _receive_entry(self, epoch: int, body: bytes) -> None:
         """Handle a command or an announcement from process 0's log, in the messaging thread."""

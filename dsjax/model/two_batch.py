@@ -31,6 +31,7 @@ per layer, and no window has another collective. The cost of the split: weights 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -165,9 +166,9 @@ Work = Callable[[Any, Cache], tuple[Any, Cache]]
 
 
 def _beside(ways: Sequence[Callable[[Any], Any]], travels: Any, works: tuple[Work, Work], value: Any, cache: Cache):
-    """Run one exchange beside both works, or two exchanges beside one each. Return the exchanged ``travels``, the value and the cache."""
-    windows = [(way, [work]) for way, work in zip(ways, works, strict=False)] if len(ways) > 1 else [(ways[0], works)]
-    for exchange, works_beside in windows:
+    """Run one exchange beside both works, or the first two beside one each. Return the exchanged ``travels``, the value and the cache."""
+    windows = [[work] for work in works] if len(ways) > 1 else [works]
+    for exchange, works_beside in itertools.zip_longest(ways, windows, fillvalue=()):
         arrived = exchange(travels)
         for work in works_beside:
             value, cache = work(value, cache)

@@ -185,9 +185,8 @@ def _made(where: str, file: _Cluster) -> Cluster:
 
 def _prefill(where: str, file: _Cluster, side: _Prefill) -> Cluster:
     """Return the cluster of the prefill hosts. Fields that `[prefill]` does not set are those of the file or of the hardware."""
-    chip = load_hardware(side.hardware)
     reset = {"acceptance": Acceptance(), "prefill": None}
     reset |= {"devices_per_host": None, "scale_up_devices": None, "name": f"{file.name}, prefill"}
     given = {name: value for name, value in msgspec.structs.asdict(side).items() if value is not None}
-    file = msgspec.structs.replace(file, **(reset | given), description=f"{side.hosts} hosts of {chip.name}")
-    return _made(f"{where}, prefill", file)
+    cluster = _made(f"{where}, prefill", msgspec.structs.replace(file, **(reset | given)))
+    return dataclasses.replace(cluster, description=f"{side.hosts} hosts of {cluster.hardware.name}")

@@ -168,8 +168,8 @@ class Skew:
         value, low, high = (min(1 + math.sqrt((end - 1) ** 2 + noise_squared), slots.ranks) for end in imbalance)
         if is_uniform or not is_drawing():
             return value
-        is_measured = self.trace is not None and self._determines(experts, balanced)
-        return (measured if is_measured else assumed)(value, min(value, low), max(value, high), BUSIEST, self.source)
+        kind = measured if self._determines(experts, balanced) else assumed
+        return kind(value, min(value, low), max(value, high), BUSIEST, self.source)
 
     def _placed(self, slots: Slots, experts: int, balanced: bool) -> Sequence[float]:
         """Return the busiest rank ÷ mean rank after placement, without sampling noise: estimate, low, high."""
@@ -177,7 +177,7 @@ class Skew:
         entry = precomputed_placements().get((slots, balanced)) if self == DEFAULT_SKEW and experts == 256 else None
         if entry:
             return entry
-        if self._has_trace(experts) and self._determines(experts, balanced):
+        if self._determines(experts, balanced):
             return busiest((self.trace,), slots, balanced)[0]
         drifts = DRIFT if balanced else (0.0, 0.0, 0.0)
         loads = tuple(map(self._loads, [experts] * 3, (self.variation, self.low, self.high), drifts))
@@ -190,8 +190,8 @@ class Skew:
         return self.trace is not None and self.trace.seen.shape[1] == experts
 
     def _determines(self, experts: int, balanced: bool) -> bool:
-        """Whether a trace suffices, without an assumed drift: a balancer needs two recordings with this number of experts."""
-        return not balanced or (self._has_trace(experts) and self.trace.served is not self.trace.seen)
+        """Whether a trace with this number of experts suffices, without an assumed drift: a balancer needs two recordings."""
+        return self._has_trace(experts) and (not balanced or self.trace.served is not self.trace.seen)
 
     def touched(self, tokens: float, top_k: int, experts: int) -> float:
         """Return the number of experts of a layer that get at least one of `tokens`: the sum over experts of 1 - (1 - p)^tokens.

@@ -137,7 +137,10 @@ def _threshold(scaled: Float[Array, "B R V"], rows: SlotSampling) -> Float[Array
     k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, V), V)
     top_k_logit = _greatest_with_weight(scaled, jnp.ones(scaled.shape, jnp.int32), k)
     probs = jax.nn.softmax(jnp.where(scaled >= top_k_logit[..., None], scaled, -jnp.inf), axis=-1)
-    top_p_logit = _greatest_with_weight(scaled, probs, rows.top_p)
+    enough = jnp.maximum(
+        rows.top_p, jnp.finfo(jnp.float32).tiny
+    )  # a top-p that is 0 in float32 keeps the most probable token
+    top_p_logit = _greatest_with_weight(scaled, probs, enough)
     # Rounding can make the sum reach 1 before the last token. top-p 1 must still keep all tokens, as without truncation.
     return jnp.where(rows.top_p >= 1, top_k_logit, jnp.maximum(top_k_logit, top_p_logit))
 

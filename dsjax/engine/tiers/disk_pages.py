@@ -86,7 +86,7 @@ class DiskPages:
     def reports(self, seconds: float = 0.0) -> PageReports:
         """Return reads, writes and listings completed since the last call. If there are none, wait up to `seconds` for the first."""
         with self._lock:
-            if seconds and not (self._read or self._written or self._names):
+            if seconds and self._names is None and not (self._read or self._written):
                 self._reported.wait(seconds)
             reports = PageReports(self._read, self._written, self._names)
             self._read = []

@@ -68,7 +68,7 @@ def test_a_load_of_a_generation_with_a_lost_process_or_with_a_successor_does_not
         group.check_epoch(0, "its weights were loaded")
     first.announce(Announcement(1, [0]))
     second.next_announcement(60)
-    with pytest.raises(GroupError, match="generation 0 was given up while its weights"):
+    with pytest.raises(GroupError, match="mesh epoch 0 was abandoned while its weights"):
         second.check_epoch(0, "its weights were loaded")
     first.on_change = lambda error: None
     second.endpoint.close()

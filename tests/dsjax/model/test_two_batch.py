@@ -11,6 +11,7 @@ from step_model import Model
 from dsjax.config import ModelConfig
 from dsjax.model.micro_batches import TwoBatchOverlap
 from dsjax.model.rows import GroupShape
+from dsjax.model.two_batch import _beside
 
 ALWAYS = TwoBatchOverlap(1, 1)
 CONFIG = ModelConfig.from_dict(TINY)
@@ -77,3 +78,11 @@ def test_the_shapes_of_a_step_decide_whether_it_is_halved():
     assert overlap.halves([GroupShape(11, 3, 4, "A_CC_ME")]), "rows with drafts are decodes"
     assert not overlap.halves([GroupShape(64, 1, 4, "A_CC_ME"), GroupShape(1, 256, 4, "CC")]), "it has prompts"
     assert overlap.halves([GroupShape(64, 1, 4, "A_CC_ME"), GroupShape(1, 448, 4, "CC")])
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_every_exchange_and_both_works_run_once(number):
+    stages = [lambda x, digit=digit: 10 * x + digit for digit in range(1, number + 1)]
+    works = tuple(lambda value, cache, digit=digit: (10 * value + digit, cache + 1) for digit in (7, 8))
+    found = [int(x) for x in _beside(stages, 0, works, 0, 0)]
+    assert found == [int("123"[:number]), 78, 2]

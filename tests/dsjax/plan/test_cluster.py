@@ -62,6 +62,7 @@ def test_cards_are_shared_by_the_devices_of_a_host_and_hosts_of_another_kind_are
         (("hosts = 2", "hosts = 2\nscale_up_devices = 6"), "cut each other"),
         (("hosts = 2", "hosts = = 2"), "not valid TOML"),
         (('"ours"\n', f'"ours"\n{PREFILL}latency_us = 3\n'), r"prefill is .* unknown field `latency_us`"),
+        (('"ours"\n', f'"ours"\n{PREFILL}'.replace("h200", "h2")), r"cluster '.*', prefill: no hardware 'h2'"),
     ],
 )
 def test_a_wrong_file_says_what_is_wrong(loaded, change, message):

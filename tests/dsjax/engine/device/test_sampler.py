@@ -77,6 +77,7 @@ def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
         {"temperature": 1.0, "top_p": 0.7},
         {"temperature": 2.0, "top_k": 12, "top_p": 0.8},
         {"temperature": 1.0, "top_k": 3, "top_p": 0.01},
+        {"temperature": 1.0, "top_p": 1e-46},
         {"temperature": 1.0, "top_k": 1000},
         {"temperature": 1.0, "min_p": 0.3},
         {"temperature": 2.0, "min_p": 0.5, "top_p": 0.9},
