@@ -287,15 +287,9 @@ def test_behind_a_link_the_folder_is_replaced_and_the_link_stays(tmp_path):
 
 def test_a_folder_whose_place_cannot_be_taken_is_put_back(checkpoints, tmp_path):
     model = convert_checkpoint(checkpoints("bf16")[0], tmp_path / "model", to="hf")
-    moved, move = [], Path.rename
-
-    def rename(path, to):
-        moved.append(path)
-        if len(moved) == 2:
-            raise KeyboardInterrupt
-        return move(path, to)
-
-    with mock.patch.object(Path, "rename", rename), pytest.raises(KeyboardInterrupt), publish(model, overwrite=True):
+    moves = iter([Path.rename, mock.Mock(side_effect=KeyboardInterrupt), Path.rename])
+    patched = mock.patch.object(Path, "rename", lambda path, to: next(moves)(path, to))
+    with patched, pytest.raises(KeyboardInterrupt), publish(model, overwrite=True):
         pass
     assert open_checkpoint(model).stored_weights == "bf16"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
