@@ -290,7 +290,6 @@ def test_a_run_that_timed_nothing_has_no_verdict(cluster_file, monkeypatch):
     arguments = ["--mesh", "dp=2", "--sizes", "64", "--only", "all_to_all", "--cluster", str(cluster_file())]
     result = CliRunner().invoke(app, ["bench", "network", *arguments])
     assert "something else keeps this machine busy" in " ".join(result.output.split())
-    assert isinstance(result.exception, UserError)
     assert "no collective was timed" in str(result.exception)
 
 

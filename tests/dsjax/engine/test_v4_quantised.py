@@ -6,18 +6,7 @@ What is kept and what is computed from it is held to the published code in `test
 
 import numpy as np
 import pytest
-from v4_engine import (
-    BLOCKS,
-    DRAWN,
-    PROMPTS,
-    QUANTISED,
-    G,
-    answers,
-    drafted_and_preempted,
-    engine,
-    one_devices,
-    write,
-)
+from v4_engine import BLOCKS, DRAWN, PROMPTS, QUANTISED, G, answers, drafted_and_preempted, engine, one_devices, write
 
 from dsjax.engine.device.cache import bytes_per_page
 from dsjax.errors import UserError

@@ -38,8 +38,7 @@ def test_a_copy_of_the_checkpoint_is_alike_and_other_weights_are_not(checkpoint,
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("page_size", 8), ("kernels", "plain"), ("mesh", "dp=2"), ("encrypt_bulk", True), ("seed", 3)],
+    ("name", "value"), [("page_size", 8), ("kernels", "plain"), ("mesh", "dp=2"), ("encrypt_bulk", True), ("seed", 3)]
 )
 def test_options_that_change_what_is_computed_must_be_alike_and_the_schedulers_need_not(checkpoint, name, value):
     expected = set() if name == "seed" else {f"--{name.replace('_', '-')}"}

@@ -84,5 +84,4 @@ def test_the_shapes_of_a_step_decide_whether_it_is_halved():
 def test_every_exchange_and_both_works_run_once(number):
     stages = [lambda x, digit=digit: 10 * x + digit for digit in range(1, number + 1)]
     works = tuple(lambda value, cache, digit=digit: (10 * value + digit, cache + 1) for digit in (7, 8))
-    found = [int(x) for x in _beside(stages, 0, works, 0, 0)]
-    assert found == [int("123"[:number]), 78, 2]
+    assert [*map(int, _beside(stages, 0, works, 0, 0))] == [int("123"[:number]), 78, 2]

@@ -144,10 +144,7 @@ def test_generate_ends_with_1_and_one_line_when_a_prompt_fails(engine, monkeypat
 
 @pytest.mark.parametrize(
     ("prompts", "given", "message"),
-    [
-        (["-"], b"\xff\xfe", "invalid UTF-8 at byte 0"),
-        (["-", "-"], b"a", "standard input can be read only once"),
-    ],
+    [(["-"], b"\xff\xfe", "invalid UTF-8 at byte 0"), (["-", "-"], b"a", "standard input can be read only once")],
 )
 def test_generate_refuses_a_standard_input_that_has_no_text(monkeypatch, prompts, given, message):
     options = [word for prompt in prompts for word in ("--prompt", prompt)]

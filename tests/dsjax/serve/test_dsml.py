@@ -179,7 +179,7 @@ TOOL = tool(
         },
         "required": ["text"],
         "$defs": {"place": taking(("x",), x="integer")},
-    },
+    }
 )
 TEXT, DAY = parameter("text", "a"), parameter("day", '"mon"', "false")
 OPEN = tool("g", parameters={"type": "object", "additionalProperties": {"type": "integer"}})

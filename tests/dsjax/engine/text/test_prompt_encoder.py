@@ -36,8 +36,7 @@ def test_thinking_is_off_unless_it_is_asked_for(name):
 
 
 @pytest.mark.parametrize(
-    ("effort", "begins_with"),
-    [("low", ""), ("medium", ""), ("high", ABSOLUTE), ("xhigh", ABSOLUTE), ("max", BEYOND)],
+    ("effort", "begins_with"), [("low", ""), ("medium", ""), ("high", ABSOLUTE), ("xhigh", ABSOLUTE), ("max", BEYOND)]
 )
 def test_v4_has_three_efforts_and_takes_openai_s_others_for_the_next_lower_one(effort, begins_with):
     assert V4Encoder().render(HELLO, thinking=True, reasoning_effort=effort).startswith(f"{BOS}{begins_with}<｜User｜>")

@@ -76,8 +76,7 @@ def error(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("case", "mesh"),
-    [(case, "dp=32" if case == WIDEST else MESHES[at % len(MESHES)]) for at, case in enumerate(CASES)],
+    ("case", "mesh"), [(case, "dp=32" if case == WIDEST else MESHES[at % len(MESHES)]) for at, case in enumerate(CASES)]
 )
 def test_hidden_states_and_logits_are_those_of_transformers(case, mesh):
     raw, length = CASES[case]
