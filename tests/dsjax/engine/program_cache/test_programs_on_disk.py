@@ -35,13 +35,7 @@ STEPS = [
 """Options that a step depends on, one by one. What the engine adds to them (drafts, balancing) is in the parameters and the state."""
 
 
-OF_NO_PROGRAM = {
-    "host_pages_per_rank": 8,
-    "disk_pages": 4,
-    "disk_page_bytes": 64,
-    "transfers": True,
-    "moves_pages": True,
-}
+TIERS = {"host_pages_per_rank": 8, "disk_pages": 4, "disk_page_bytes": 64, "transfers": True, "moves_pages": True}
 
 
 def programs_of(folder: ProgramFolder, options: dict, **limits):
@@ -61,7 +55,7 @@ def programs_of(folder: ProgramFolder, options: dict, **limits):
 def test_programs_of_one_name_are_the_same_to_the_letter(tmp_path):
     """Only programs that share a name are lowered: a name of its own leads to no other text."""
     folder, by_name = ProgramFolder.inside(tmp_path), defaultdict(list)
-    for options, limits in (*((options, {}) for options in (*STEPS, STEPS[7])), (STEPS[7], OF_NO_PROGRAM)):
+    for options, limits in (*((options, {}) for options in (*STEPS, STEPS[7])), (STEPS[7], TIERS)):
         for name, lower in programs_of(folder, options, **limits):
             by_name[name].append(lower)
     shared = [lowers for lowers in by_name.values() if len(lowers) > 2]
