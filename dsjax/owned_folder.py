@@ -46,7 +46,7 @@ class OwnedFolder:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
         self._root = os.open(path, _DIRECTORY | (_NO_FOLLOW if private else 0))
-        self._lock, self._close = threading.Lock(), weakref.finalize(self, os.close, self._root)
+        self._root_lock, self._close = threading.Lock(), weakref.finalize(self, os.close, self._root)
         try:
             _check(os.fstat(self._root), private)
         except OSError:
@@ -55,7 +55,7 @@ class OwnedFolder:
 
     def close(self) -> None:
         """Close the folder. Operations that other threads have begun continue; new ones raise `OSError`."""
-        with self._lock:
+        with self._root_lock:
             self._close()
 
     @contextlib.contextmanager
@@ -65,7 +65,7 @@ class OwnedFolder:
         Raises:
             OSError: it is missing, not a folder, or not trusted.
         """
-        with self._lock:
+        with self._root_lock:
             if not self._close.alive:
                 raise OSError(errno.EBADF, "the folder is closed")
             descriptor = os.open(".", _DIRECTORY, dir_fd=self._root)
