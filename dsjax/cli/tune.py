@@ -84,7 +84,7 @@ def tune(
         done = TileTable.read(output).entries if output.exists() else ()
         left = sum(product not in {entry.product for entry in done} for product in todo)
         console.print(
-            f"interrupted: {left} of {len(todo)} kernels' shapes are left; the same command goes on", highlight=False
+            f"interrupted: {left} of {len(todo)} kernels' shapes are left; the same command resumes", highlight=False
         )
         raise typer.Exit(INTERRUPTED) from None
     faster = [entry.default_seconds / entry.seconds for entry in table.entries]
