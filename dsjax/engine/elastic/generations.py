@@ -190,7 +190,7 @@ class Generations:
                 if text is None:
                     return self._check_experts(expert_mesh, afd_address)
                 raise UserError(
-                    "found a mesh for attention and one for the expert processes, expected one of them; change them in two steps"
+                    "found meshes of both sides, attention's and the experts', expected one; change one side and then the other"
                 )
             args = self.args if expert_mesh is None else with_expert_mesh(self.args, expert_mesh)
             wanted = Wanted(self.wanted if text is None else MeshSpec.parse(text), args)
