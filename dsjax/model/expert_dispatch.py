@@ -36,7 +36,7 @@ EXPERTS = ".moe.experts."
 class ExpertsApart:
     """Description of the devices that have only the routed experts (AFD)."""
 
-    spec: MeshSpec  # mesh of these devices, each of which has whole experts
+    spec: MeshSpec  # mesh of the expert devices; no expert is split over several
     parts: int  # number of equal runs into which they are divided for sending
     padded: bool  # whether all cells of an exchange are sent, not only the filled ones
     infos: Mapping[str, ParameterInfo] = field(hash=False)  # their parameters by path

@@ -225,7 +225,7 @@ class ExpertProduct:
         return out_ND.astype(rows_ND.dtype)
 
     def _rows(self, rows_ND, index_P: Int[Array, "P"]) -> Float[Array, "P D"] | fp8.Quantised:
-        """Return the rows of these indices for the Triton kernels, quantised if the scheme says so. Rows sent in FP8 already are."""
+        """Return the rows at `index_P` as input of the Triton kernels. A dynamic scheme quantises them, unless they were sent in FP8."""
         if self.scheme == ActivationScheme(dynamic=True) and isinstance(rows_ND, PackedRows) and rows_ND.wire.fp8:
             return rows_ND.take_quantised(index_P)
         x_PD = rows_ND.take(index_P, axis=0, mode="clip")

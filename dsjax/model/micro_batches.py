@@ -26,7 +26,7 @@ class TwoBatchOverlap:
     stages: int = 2  # most micro-batches of a split step with AFD
 
     def halves(self, shapes: Sequence[GroupShape]) -> bool:
-        """Whether to split a step of these groups: it has enough tokens, and at least one group has more than one token to split."""
+        """Whether to split a step with these row groups: it has enough tokens, and a group with at least two."""
         least = self.decode_tokens if all(one.chunk <= self.decode_chunk for one in shapes) else self.prefill_tokens
         return sum(one.tokens for one in shapes) >= least and any(one.tokens > 1 for one in shapes)
 

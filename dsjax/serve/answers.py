@@ -181,8 +181,8 @@ class CompletionLogprobLists:
     ) -> CompletionLogprobs:
         """Return the lists for some tokens. An entry of None, as for a prompt's first token, stays None.
 
-        prompt: the text of these tokens, if they are a prompt. Offsets include the special tokens in this text, but not a BOS token that
-            the tokenizer added.
+        prompt: the prompt's text, if the tokens are a prompt. Its special tokens count in the offsets; a BOS token that the tokenizer
+            added does not.
         """
         body: CompletionLogprobs = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         skips = self._skip_special_tokens if prompt is None else False

@@ -79,7 +79,7 @@ class PrefillRow(msgspec.Struct, frozen=True, array_like=True):
     next_token: int  # the token after them, or `TOKEN_MADE`
     limit: int  # number of tokens that the slot's pages can hold
     scored: int = 0  # number of leading positions that predict a prompt token with a requested log-probability
-    top_scores: int = 0  # number of most probable tokens to return for each of these positions
+    top_scores: int = 0  # most probable tokens to return for each scored position
 
     @property
     def length(self) -> int:

@@ -32,7 +32,7 @@ class RankLoad(NamedTuple):
     cost: float
     # cached tokens of requests at their first admission, by tier (`device`, and the KV connector's tiers)
     hits: Mapping[str, int] = {"device": 0}
-    queried: int = 0  # all tokens of these requests
+    queried: int = 0  # prompt tokens of requests at their first admission: the hits and the misses
     tiers: Mapping[str, Any] = {}  # the KV connector's counts for this rank, by tier
 
 

@@ -29,7 +29,7 @@ KEYS = "c4_index"
 LEAST_FP8 = 1e-4
 """Lower limit of a block's largest magnitude when the scale of an entry's block is computed."""
 LEAST_FP4 = 6 * 2.0**-126
-"""The same limit for index keys and queries."""
+"""Lower limit of a block's largest magnitude when the scale of an index key's or a query's block is computed."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ QUANTISED = {"kv_cache_dtype": "fp8", "index_scores": "fp4"}
 
 def written(folder, layers):
     """A checkpoint of a model with these layers, and the tokens of one device: greedy and drawn."""
-    # The MTP module has a window alone; a page of `FEW_SHAPES` holds whole windows of these rates.
+    # With these rates each page of `FEW_SHAPES`, 4 tokens, ends at a window's end.
     sizes = {"rates": (2, 4), "sliding_window": 4, "num_nextn_predict_layers": 1, "head_dim": 80, "index_head_dim": 64}
     model = str(write_v4_checkpoint(folder, layers, hashed=1, **sizes))
     return model, *generate_alone(model, lambda llm: (generate(llm), sample(llm)), **FEW_SHAPES, **QUANTISED)

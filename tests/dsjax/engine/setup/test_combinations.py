@@ -35,7 +35,7 @@ MADE = {
     "--kv-cache-dtype fp8": {"kv_cache_dtype": "fp8"},
     "--tokenizer-mode with an encoder": {"tokenizer_mode": "deepseek_v4"},
 }
-"""Options that make a choice, where that is not one option with one of these values."""
+"""Options of each choice that takes more than its own option with a value of `VALUES`."""
 VALUES = {
     "attention_mesh": "dp=8", "expert_mesh": "ep=8", "prefill_mesh": "dp=2", "decode_mesh": "dp=2", "mesh": "dp=3",
     "afd_address": "127.0.0.1:7000", "afd_server_rank": 0, "afd_role": "attention", "num_afd_stages": 3,
@@ -47,7 +47,7 @@ VALUES = {
 
 
 def making(choice: Choice, made=MADE) -> dict:
-    """The options that make a choice. made: those of choices that take more than themselves."""
+    """Return the options that make a choice. made: options of choices that take more than their own."""
     if choice.text in made:
         return made[choice.text]
     name = choice.text.removeprefix("--").replace("-", "_")
@@ -70,7 +70,6 @@ def test_choices_that_exclude_each_other_are_refused_with_the_reason(pair, monke
 @pytest.mark.parametrize("need", NEEDS, ids=lambda need: f"{need.one} and {need.other}")
 def test_choices_without_what_they_need_are_refused(need, monkeypatch):
     monkeypatch.setattr(combinations, "NEEDS", (need,))
-    # Without what it needs: with its own option alone.
     alone = {text: options for text, options in MADE.items() if text.removeprefix("--").replace("-", "_") not in VALUES}
     with pytest.raises(UserError, match=rf"^{need.one} is given without ") as refused:
         EngineArgs(**making(need.one, alone))

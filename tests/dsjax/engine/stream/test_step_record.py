@@ -233,7 +233,7 @@ def test_the_exit_code_says_whether_every_token_was_equal(tmp_path, monkeypatch,
 
 
 def written(path, *frames, **changes) -> StepRecording:
-    """A recording of these frames. changes: of its header."""
+    """Write a recording with these frames. changes: fields of its header."""
     file = StepFile(path, header(**changes))
     for frame in frames:
         file.write(frame)

@@ -145,7 +145,7 @@ def whole(kind, topk=16, kernels=PLAIN, blocks=False, **options):
 
 
 def assert_chunks_give_the_bits_of_the_whole(kind, sizes, **options):
-    """A prompt in chunks of these sizes, of which those of one token are another program."""
+    """Feed a prompt in chunks of these sizes. Chunks of one token run another program, that of decodes."""
     reference, expected, p = whole(kind, **options)
     layer, start = Layer(kind, **options), 0
     for size in sizes:

@@ -43,8 +43,8 @@ CASES = {
     "as Pro, with YaRN": (v4_config("hhchc", hashed=3, rope_parameters=YARN), 70),
     "rates and window as published": (v4_config("wch", rates=(4, 128), sliding_window=128, index_topk=32), 300),
 }
-MESHES = ("dp=1", "dp=8", "tp=4", "dp=2,tp=4")
-"""Each case runs on one of them, in turn: `test_family.py` and `test_v4_quantised.py` hold meshes to one device, to the bit."""
+MESHES = ("dp=8", "tp=4", "dp=2,tp=4")
+"""Beside one device: each case on one of them, by turns."""
 WIDEST = "as Flash, an expert a device"
 CASES[WIDEST] = (v4_config("wwchchc", hashed=3, n_routed_experts=32), 50)
 
@@ -76,21 +76,24 @@ def error(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("case", "mesh"), [(case, "dp=32" if case == WIDEST else MESHES[at % len(MESHES)]) for at, case in enumerate(CASES)]
+    ("case", "meshes"),
+    [(case, ("dp=32",) if case == WIDEST else ("dp=1", MESHES[at % len(MESHES)])) for at, case in enumerate(CASES)],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_hidden_states_and_logits_are_those_of_transformers(case, mesh):
+def test_hidden_states_and_logits_are_those_of_transformers_on_every_mesh(case, meshes):
     raw, length = CASES[case]
-    config, spec = ModelConfig.from_dict(raw), MeshSpec.parse(mesh)
-    tensors = v4_tensors(config)
-    tokens = np.random.default_rng(1).integers(0, raw["vocab_size"], (spec.dp_size, length))
+    config, rows = ModelConfig.from_dict(raw), max(MeshSpec.parse(mesh).dp_size for mesh in meshes)
+    tensors, tokens = v4_tensors(config), np.random.default_rng(1).integers(0, raw["vocab_size"], (rows, length))
     _, hidden, logits = reference(raw, tensors, tokens)
     table, params = parameter_table(config, weights="f32"), from_hf_tensors(config, tensors)
-    devices = spec.build()
-    placed = on_mesh(devices, Rules.for_mesh(spec), table.infos, params)
-    run = jax.jit(lambda params, tokens: table.bind(params)(tokens), compiler_options=COMPILE_QUICKLY)
-    found = run(placed, jax.device_put(tokens, NamedSharding(devices, P(spec.batch_axes))))
-    assert error(found.hidden, hidden) <= 1e-5
-    assert error(found.logits, logits) <= 1e-5
+    for mesh in meshes:
+        spec = MeshSpec.parse(mesh)
+        on = spec.build()
+        placed = on_mesh(on, Rules.for_mesh(spec), table.infos, params)
+        run = jax.jit(lambda params, tokens: table.bind(params)(tokens), compiler_options=COMPILE_QUICKLY)
+        found = run(placed, jax.device_put(tokens, NamedSharding(on, P(spec.batch_axes))))
+        assert error(found.hidden, hidden) <= 1e-5, mesh
+        assert error(found.logits, logits) <= 1e-5, mesh
 
 
 def test_a_checkpoint_and_a_configuration_that_transformers_saved_are_read(tmp_path):

@@ -27,7 +27,7 @@ from sharding import fp8
 FP4 = IndexScores(fp4=True)
 QUANTISED = {"stored": fp8.E4M3, "scores": FP4, "blocks": True}
 ROTATED, WIDTH, INDEX, TOPK, HEADS = 4, 76, 64, 16, 8
-"""Of `compressed_layer`: two blocks of unrotated values and of an index key."""
+"""Sizes in `compressed_layer.py`: an entry's unrotated values are two blocks, and so is an index key."""
 BF16, E4M3, E2M1 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
 
 
