@@ -68,8 +68,13 @@ def step(args: EngineArgs, options: StepOptions) -> None:
 
     rows = options.batch_size
     steps = options.num_iters_warmup + options.num_iters + _TRACED
-    page_size = args.page_size_of(load_config(resolve_config(args.model)))
-    pages = -(-(options.input_len + steps + 1) // page_size)
+    config = load_config(resolve_config(args.model))
+    page_size, tokens = args.page_size_of(config), options.input_len + steps + 1
+    if tokens > (positions := args.max_model_len or config.max_position_embeddings):
+        raise UserError(
+            f"--input-len and {steps + 1} decoded tokens take {tokens} positions, expected at most {positions}"
+        )
+    pages = -(-tokens // page_size)
     sizes = {"max_num_seqs": rows, "cache_tokens": rows * pages * page_size}
     llm = LLM(**dataclasses.asdict(dataclasses.replace(args, **sizes)))
     if type(llm.executor) is not MeshExecutor:

@@ -22,6 +22,11 @@ def test_an_operations_time_is_its_scopes_and_loops_and_strangers_have_none():
     assert found == {"attend": 100_001 / 5e6, "norms, residuals, embedding": 100 / 5e6, "collectives": 10 / 5e6}
 
 
+def test_a_context_that_the_model_has_no_positions_for_is_refused():
+    refused = CliRunner().invoke(app, ["bench", "step", "--model", "demo", "--input-len", "32768"]).exception
+    assert "positions, expected at most 2048" in str(refused)
+
+
 @pytest.mark.slow
 def test_a_step_of_the_demo_is_timed_by_its_parts(tmp_path):
     sizes = "--mesh dp=1 --batch-size 2 --input-len 40 --num-iters 3"

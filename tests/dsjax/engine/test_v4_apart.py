@@ -1,5 +1,4 @@
-"""A DeepSeek-V4 in two batches, in stages whose experts follow the load, with experts apart, and with prefill apart from decode makes one
-device's tokens."""
+"""DeepSeek-V4 with two-batch overlap, balanced pipeline stages, AFD and disaggregated prefill: one device's tokens."""
 
 import pytest
 from layouts import decide_at_once

@@ -1,6 +1,4 @@
-"""A DeepSeek-V4 with a quantised cache over two processes of two devices each, and its experts in a third, makes the tokens of one device,
-with drafts and with pages from host memory. `test_v4_stages_of_processes.py` has no third.
-"""
+"""DeepSeek-V4 in two processes, with its experts in a third: one device's tokens, with a quantised cache, drafts and offloading."""
 
 import contextlib
 import json

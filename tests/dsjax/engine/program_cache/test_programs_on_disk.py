@@ -33,8 +33,6 @@ STEPS = [
     {"mesh": "dp=1", "embedding_location": "host"},
 ]
 """Options that a step depends on, one by one. What the engine adds to them (drafts, balancing) is in the parameters and the state."""
-
-
 TIERS = {"host_pages_per_rank": 8, "disk_pages": 4, "disk_page_bytes": 64, "transfers": True, "moves_pages": True}
 
 
