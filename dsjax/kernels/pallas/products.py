@@ -7,9 +7,9 @@ of weights comes from memory once and from the device's cache for every further 
 keep a device busy, its depth is split, and the partial sums are added afterwards.
 
 FP8 weights are widened, exactly, in registers; each product over at most 128 of the depth is multiplied by its block's scale before it
-is added to the float32 sum. If the rows are FP8 too (``fp8.Quantised``), tensor cores multiply e4m3 by e4m3
-(Hopper's only in tiles of at least 64 rows), and each such product is also multiplied by its row's scale
-(``dsjax/model/fp8_product.py`` is the definition).
+is added to the float32 sum. If the rows are FP8 too (``fp8.Quantised``), tensor cores multiply e4m3 by e4m3, and each such product
+is also multiplied by its row's scale (``dsjax/model/fp8_product.py`` is the definition). Hopper's ``wgmma`` needs at least 64 rows in
+its first operand. For fewer rows the operands are swapped, ``(Wᵀ · xᵀ)ᵀ``: the columns of the weights are the instruction's rows.
 """
 
 from __future__ import annotations
@@ -246,6 +246,7 @@ def _product(
         _kernel, fused=fused, weight_dtype=weight_dtype, tiles=tiles, scaled=scale is not None, quantised=quantised,
         dtype=dtype if quantised else x.dtype,
         powers=powers, limit=limit, shape=(depth, N), depth_last=depth_last,
+        swapped=depth_last and cores.swaps(tiles.rows, rows_in[0].dtype),
     )  # fmt: skip
     scalars = [array.astype(jnp.int32) for array in (jnp.reshape(layer, 1), groups.start_X, groups.count_X)]
     arrays = [*scalars, *rows_in, weight, *([] if scale is None else [scale])]
@@ -275,7 +276,7 @@ def _product(
 
 def _kernel(
     layer_ref, start_ref, count_ref, *refs, fused, weight_dtype, tiles, scaled, quantised, dtype, powers, limit, shape,
-    depth_last,
+    depth_last, swapped,
 ):  # fmt: skip
     x_ref, *refs = refs
     x_scale_ref, *refs = refs if quantised else (None, *refs)
@@ -320,7 +321,10 @@ def _kernel(
             across = at // BLOCK
             added = []
             for half, total in zip(halves, sums, strict=True):
-                product = plgpu.dot(x, weights(k, half), precision=precision)
+                if swapped:
+                    product = plgpu.dot(weights(k, half), x, trans_a=True, trans_b=True).T
+                else:
+                    product = plgpu.dot(x, weights(k, half), precision=precision)
                 if quantised:
                     product = product * plgpu.load(x_scale_ref.at[row, jnp.full_like(row, across)])[:, None]
                 if scaled:

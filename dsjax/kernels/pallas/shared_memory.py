@@ -37,10 +37,16 @@ class Cores:
         return cls(int(found), (int(major), int(minor or 0)), int(device.core_count))
 
     def instruction(self, rows: int, operand: np.dtype) -> str:
-        """Return the instruction for a tile: ``mma``, ``wgmma`` or ``tcgen05``; the last two need at least 64 rows and at most 16 bits."""
-        if rows < 64 or np.dtype(operand).itemsize > 2 or not 9 <= self.capability[0] < 12:
+        """Return the instruction for a tile: ``mma``, ``wgmma`` or ``tcgen05``; the last two need at most 16 bits and at least 64 rows, or
+        swapped operands."""
+        few = rows < 64 and not self.swaps(rows, operand)
+        if few or np.dtype(operand).itemsize > 2 or not 9 <= self.capability[0] < 12:
             return "mma"
         return "wgmma" if self.capability[0] == 9 else "tcgen05"
+
+    def swaps(self, rows: int, operand: np.dtype) -> bool:
+        """Whether a product of FP8 operands is computed transposed, so that ``wgmma``, which needs 64 rows, takes the columns as rows."""
+        return rows < 64 and np.dtype(operand).itemsize == 1 and self.capability[0] == 9
 
 
 @dataclass(frozen=True)

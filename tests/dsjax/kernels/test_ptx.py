@@ -7,7 +7,6 @@ import importlib.util
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -68,8 +67,8 @@ def compressed_ptx(folder: Path, rows: int, kind: str) -> Path:
     )  # fmt: skip
 
 
-def dense_ptx(folder: Path, stored: np.dtype, quantised: bool) -> Path:
-    of, rows, K, N = jax.ShapeDtypeStruct, 128, 7168, 2048
+def dense_ptx(folder: Path, stored: np.dtype, quantised: bool, rows: int) -> Path:
+    of, K, N = jax.ShapeDtypeStruct, 7168, 2048
     scale = of((2, K // 128, N // 128), jnp.float32) if stored == fp8.E4M3 else None
     x = fp8.Quantised(of((rows, K), fp8.E4M3), of((rows, K // 128), jnp.float32)) if quantised else of((rows, K), BF16)
     last = stored == fp8.E4M3  # as GPUs store FP8 matrices
@@ -138,29 +137,29 @@ def test_attention_multiplies_in_tensor_cores_and_copies_entries_without_waiting
     assert spilled(path) <= (256 if kind == "mla" else 320)
 
 
-INSTRUCTION: Mapping[tuple[np.dtype, bool], str] = {
-    (BF16, False): "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16",
-    (fp8.E4M3, False): "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16",
-    (fp8.E4M3, True): "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3",
-}
+BF16_PRODUCT = "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"
+FP8_PRODUCT = "wgmma.mma_async.sync.aligned.m64n{}k32.f32.e4m3.e4m3"
+DENSE = [(BF16, False, 128, BF16_PRODUCT), (fp8.E4M3, False, 128, BF16_PRODUCT)]
+DENSE += [(fp8.E4M3, True, rows, FP8_PRODUCT.format(rows)) for rows in (16, 32, 128)]
 
 
-@pytest.mark.parametrize(("stored", "quantised"), INSTRUCTION, ids=["bf16", "fp8", "fp8 rows"])
-def test_products_multiply_in_tensor_cores_and_copy_ahead(stored, quantised, tmp_path):
-    path = dense_ptx(tmp_path, stored, quantised)
+@pytest.mark.parametrize(("stored", "quantised", "rows", "instruction"), DENSE)
+def test_products_multiply_in_tensor_cores_and_copy_ahead(stored, quantised, rows, instruction, tmp_path):
+    path = dense_ptx(tmp_path, stored, quantised, rows)
     text = path.read_text()
-    assert set(PRODUCT.findall(text)) == {INSTRUCTION[stored, quantised]}
+    assert set(PRODUCT.findall(text)) == {instruction}
     assert text.count("cp.async") >= 8
     assert "prmt" not in text or not quantised, "FP8 weights are transposed in registers"
     assert spilled(path) == 0
 
 
+@pytest.mark.parametrize(("pairs", "n"), [(16, 32), (64, 128)])
 @pytest.mark.parametrize("kernel", ["experts_gate_up", "experts_down"])
-def test_experts_multiply_fp8_rows_by_fp8_weights_in_fp8_tensor_cores(kernel, tmp_path):
-    path = experts_ptx(tmp_path, kernel, pairs_per_expert=64)
+def test_experts_multiply_fp8_rows_by_fp8_weights_in_fp8_tensor_cores(kernel, pairs, n, tmp_path):
+    path = experts_ptx(tmp_path, kernel, pairs)
     text = path.read_text()
-    assert set(PRODUCT.findall(text)) == {INSTRUCTION[fp8.E4M3, True]}
+    assert set(PRODUCT.findall(text)) == {FP8_PRODUCT.format(n)}
     loop = next(loop for loop in loops(text.splitlines()) if any("wgmma.mma_async" in line for line in loop))
     assert any("cp.async" in line for line in loop)
-    assert not any("prmt" in line for line in loop), "FP8 weights are transposed in registers"
+    assert not any("prmt" in line or "st.shared" in line for line in loop), "FP8 weights are transposed in registers"
     assert spilled(path) == 0

@@ -49,6 +49,7 @@ def tiles(rows: int, columns: int, depth: int, stages: int) -> ProductTiles:
         (HOPPER, ProductBytes(2, F32, F32, 4), (64, 64, 128, 4), 294_912),
         (HOPPER, ProductBytes(1, BF16, BF16, 1), (64, 64, 128, 4), 106_496),
         (BLACKWELL, FP8_ROWS, (64, 64, 128, 4), 65_552),
+        (HOPPER, FP8_ROWS, (16, 64, 128, 4), 40_960),
         (ADA, FP8_ROWS, (128, 128, 64, 2), 32_768),
         (BLACKWELL, ProductBytes(2, E4M3, BF16, 1), (64, 128, 128, 4), 155_664),
     ],
