@@ -170,7 +170,7 @@ def device_timer(
     def multiply(kernel, inputs, groups, layer, options):
         weight, scale, x = inputs
         arguments = (weight, scale, weight.dtype, layer, x)
-        options = options | {"dtype": dtype}
+        options = options | {"dtype": dtype, "depth_last": weight.dtype == fp8.E4M3}
         if kernel == "dense":
             return products.dense(*arguments, **options)
         return (products.gate_up if kernel == "experts_gate_up" else products.down)(*arguments, groups, **options)
@@ -232,7 +232,8 @@ def _arrays(product: Product, dtype: np.dtype, experts: int) -> tuple:
     dense, fused = product.kernel.startswith("dense"), product.kernel.startswith("experts_gate_up")
     K, N, X = product.depth, product.columns, 1 if dense else experts
     lead = () if dense else (X,)
-    shape = (*lead, K, *((2,) if fused else ()), N)
+    stack = (2,) if fused else ()
+    shape = (*lead, *stack, N, K) if stored == fp8.E4M3 else (*lead, K, *stack, N)  # as GPUs store them
     layers = min(64, max(2, STACK_BYTES // (math.prod(shape) * stored.itemsize)))
     key = jax.random.key(0)
     # Layer by layer, so that the whole stack exists only in its stored dtype.
@@ -240,9 +241,7 @@ def _arrays(product: Product, dtype: np.dtype, experts: int) -> tuple:
     weight = jax.lax.map(one, jnp.arange(layers))
     scale = None
     if stored == fp8.E4M3:
-        scale = jnp.full(
-            (layers, *lead, -(-K // BLOCK), *((2,) if fused else ()), -(-N // BLOCK)), K**-0.5, jnp.float32
-        )
+        scale = jnp.full((layers, *lead, -(-K // BLOCK), *stack, -(-N // BLOCK)), K**-0.5, jnp.float32)
     load = max(1, round(product.rows))
     rows = load if dense else X * load + SLACK
     x = jax.random.normal(key, (rows, K), jnp.float32).astype(dtype)

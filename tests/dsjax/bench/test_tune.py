@@ -101,12 +101,12 @@ def setting(name="demo", heads=8, cache_dtype=np.float32, context=24):
 @pytest.mark.parametrize("kernel", ["dense", "experts_gate_up_fp8", "experts_down", "latent_attention"])
 def test_the_timer_runs_every_kind_of_kernel(kernel, monkeypatch):
     monkeypatch.setattr(tuning, "STACK_BYTES", 0)
-    dtype = "float8_e4m3fn" if kernel.endswith("fp8") else "float32"
-    product = Product(kernel, 128, 64, dtype, 3)
+    product = Product(kernel, 128, 64, "float8_e4m3fn" if kernel.endswith("fp8") else "float32", 3)
     if kernel == "latent_attention":
         (product,) = setting().find([3], 256, 1)
     timer = tuning.device_timer(np.dtype(np.float32), 2, setting(), Budget(1e-9, samples=1), interpret=True)
     assert timer(product, tuning.default_tiles(product)) > 0
+    assert "fp8" not in kernel or tuning._arrays(product, np.dtype(np.float32), 2)[0][0].shape == (2, 2, 2, 64, 128)
 
 
 def test_attention_of_v3_is_found_for_decodes_with_drafts_and_for_chunks_as_far_as_its_cache_fits():
