@@ -12,29 +12,6 @@ from sharding.dispatch.config import (
     hosts_of_a_token,
 )
 
-__all__ = [
-    "Collective",
-    "DispatchConfig",
-    "DispatchStatistics",
-    "Exchange",
-    "ExpertGroup",
-    "ExpertsOfMesh",
-    "Method",
-    "Transit",
-    "WireFormat",
-    "choose_method",
-    "default_capacity",
-    "dispatch",
-    "dispatch_collectives",
-    "even_routing_rows",
-    "further_together",
-    "host_capacity",
-    "hosts_of_a_token",
-    "over_width",
-    "resolved_method",
-    "sent_to_experts",
-]
-
 _LAZY_IMPORTS = {  # name → module of this package, which imports JAX
     "Collective": "collectives",
     "DispatchStatistics": "statistics",
@@ -45,12 +22,21 @@ _LAZY_IMPORTS = {  # name → module of this package, which imports JAX
     "Transit": "transit",
     "WireFormat": "wire",
     "dispatch": "entry",
-    "dispatch_collectives": "cost",
+    "dispatch_collectives": "entry",
     "further_together": "entry",
     "over_width": "collectives",
     "resolved_method": "entry",
     "sent_to_experts": "local",
 }
+__all__ = [
+    "DispatchConfig",
+    "choose_method",
+    "default_capacity",
+    "even_routing_rows",
+    "host_capacity",
+    "hosts_of_a_token",
+    *_LAZY_IMPORTS,
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from sharding.dispatch.choice import choose_method
+from sharding.dispatch.collectives import Collective
 from sharding.dispatch.config import DispatchConfig, default_capacity, host_capacity
 from sharding.dispatch.gather import Gather, GatherByChoice
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.hierarchical import Hierarchical
 from sharding.dispatch.local import Counts, LocalExperts, RankExperts
-from sharding.dispatch.memory import Memory
-from sharding.dispatch.methods import Alone, ByChoice, InChunks
+from sharding.dispatch.methods import Alone, ByChoice, InChunks, Memory
 from sharding.dispatch.padded import Padded
 from sharding.dispatch.ragged import Ragged
 from sharding.dispatch.transit import ExchangePlan, Method, Stage, Transit, in_turn, run_together
@@ -46,8 +46,7 @@ def dispatch(
 ) -> tuple[Float[Array, "T D"], Counts | None]:
     """Send every token to the ranks that hold its experts and return the weighted sums, inside ``jit``.
 
-    x_TD: all tokens of the step, ordered by DP rank. T must be a multiple of ``spec.dp_size``. Each DP rank's tokens are
-        padded to a multiple of ``tp`` and split over its ``tp`` ranks.
+    x_TD: all tokens of the step, ordered by DP rank. Each DP rank's tokens are padded to a multiple of ``tp`` and split over its ranks.
     slots_TK: physical experts of each token, distinct per token; -1: none (padding, or an idle rank's tokens).
     weights_TK: their routing weights; used as float32.
     params: pytree of the experts' parameters. param_specs: ``PartitionSpec`` of each leaf, experts over
@@ -56,19 +55,18 @@ def dispatch(
         ``out[n] = sum_k weights[n, k] * Expert_{ids[n, k]}(rows[n])``, with local ids and -1 for none. If the width is
         split, a partial sum over it. Rows may be ``PackedRows``: read them with ``rows.take(indices, axis=0)``.
     experts: physical experts over all ranks; None: the leading dimension of every leaf of ``params``.
-    fused_shared: whether each rank holds a fused shared expert, after its physical ones. All of the rank's own tokens use it
-        with weight 1, so no row is sent for it. ``experts`` and the report do not count it. Tokens without any slot do not use it.
+    fused_shared: whether each rank holds a fused shared expert, after its physical ones, for its own tokens with a slot, with weight 1. It
+        sends no row to another rank's experts, except that ranks that split its width gather its rows. No count includes it.
 
-    Returns ``y_TD`` in x's dtype, sharded over ``spec.token_axes``. Also returns a dict of int32 counts if ``config.report``, else None,
-    with one row per rank in the order of ``spec.token_axes`` (``DispatchStatistics.of`` reads it):
+    Returns ``y_TD`` in x's dtype, sharded over ``spec.token_axes``, and, if ``config.report``, int32 counts with one row per rank in the
+    order of ``spec.token_axes`` (``DispatchStatistics.of`` reads them), else None:
         ``tokens_per_expert [ranks, experts on a rank]``, ``rows_sent [ranks]``, ``rows_received [ranks]``, ``rounds [ranks]``.
 
     Raises:
         MeshError: the tokens do not divide over the DP ranks, or the experts over the EP group.
     """
-    exchange = Exchange.of(
-        spec, mesh, config, x_TD, slots_TK, _leading_dimension(params) if experts is None else experts, fused_shared
-    )
+    experts = _leading_dimension(params) if experts is None else experts
+    exchange = Exchange.of(spec, mesh, config, x_TD, slots_TK, experts, fused_shared)
     ranks = ExpertsOfMesh(local_experts, params, param_specs)
     arrived = in_turn(exchange.dispatch_stages, exchange.prepare(x_TD, slots_TK, weights_TK))
     return exchange.add(in_turn(exchange.combine_stages, exchange.compute(arrived, ranks)), ranks)
@@ -217,16 +215,21 @@ METHODS: dict[str, type[Method]] = {kind.name: kind for kind in (Gather, Padded,
 """Method classes by their name in ``DispatchConfig.method``, which also accepts a class."""
 
 
-def exchange_plan(config: DispatchConfig, tokens: int, top_k: int, group: ExpertGroup) -> ExchangePlan:
-    """Resolve ``config`` for a rank's ``tokens``, each with ``top_k`` choices."""
+def exchange_plan(
+    config: DispatchConfig, tokens: int, top_k: int, group: ExpertGroup, fused_shared: bool = False
+) -> ExchangePlan:
+    """Resolve ``config`` for a rank's ``tokens``, each with ``top_k`` choices. fused_shared: see ``dispatch``."""
     chunk = min(tokens, config.chunk_tokens or tokens)
     chunks = -(-tokens // chunk)
     chunk = -(-tokens // chunks)  # even chunks, so that the padding is less than one row a chunk
     capacity = min(chunk, config.capacity or default_capacity(chunk, top_k, group.size, config.overlapped))
+    plan = ExchangePlan(Alone, chunk, chunks, capacity, chunk, top_k, shared=chunk if fused_shared else 0)
     if group.all_ranks == 1:
-        return ExchangePlan(Alone, chunk, chunks, capacity, chunk, top_k)
+        return plan
+    if config.by_choice:
+        plan = plan._replace(shared=0)  # `ByChoice` computes the shared expert itself
     if config.reads_in_memory and group.width == 1:
-        return ExchangePlan(Memory, chunk, chunks, capacity, chunk, top_k)
+        return plan._replace(kind=Memory)
     # With `by_choice`, terms are not added on the way, so each row to a host carries a single choice.
     on_host = 1 if config.by_choice and config.method == "auto" else group.on_host
     chosen = choose_method(
@@ -252,23 +255,42 @@ def exchange_plan(config: DispatchConfig, tokens: int, top_k: int, group: Expert
     crossing = (config.capacity or 0) * group.on_host or host_capacity(
         rows, choices, group.size // group.on_host, config.overlapped, None if choices == 1 else config.routed_groups
     )
-    return ExchangePlan(kind, chunk, chunks, capacity, rows, choices, min(rows, crossing))
+    return plan._replace(kind=kind, capacity=capacity, rows=rows, choices=choices, crossing=min(rows, crossing))
 
 
 def resolved_method(
     spec: MeshSpec, config: DispatchConfig, *, tokens: int, top_k: int, experts: int, platform: str
 ) -> str:
-    """Return the method that ``dispatch`` uses for ``tokens`` tokens of a DP rank: a method's name, ``local`` or ``memory``.
+    """Return the method that ``dispatch`` uses for ``tokens`` tokens of a DP rank: a method's name, ``memory``, or ``local`` on one device.
 
-    ``local``: one device holds all experts, so nothing is sent, whatever ``config`` asks for.
-
-    Args:
-        top_k: experts per token.
-        experts: total number of physical experts.
-        platform: platform of the mesh's devices: ``cpu``, ``gpu`` or ``tpu``.
+    top_k: experts per token. experts: total number of physical experts. platform: of the mesh's devices, ``cpu``, ``gpu`` or ``tpu``.
     """
     group = group_of(spec, config, experts, platform)
     return exchange_plan(config, -(-tokens // spec.tp_size), top_k, group).kind.name
+
+
+def dispatch_collectives(
+    spec: MeshSpec,
+    config: DispatchConfig,
+    *,
+    tokens: int,
+    width: int,
+    top_k: int,
+    experts: int,
+    dtype: jnp.dtype,
+    platform: str,
+    rounds: int = 1,
+) -> tuple[Collective, ...]:
+    """Return the collectives of one MoE layer on one device, in program order, from shapes alone; none for an EP group of one rank.
+
+    tokens: tokens per device (those of a DP rank divided by its ``tp`` ranks, rounded up). width: D. experts: physical
+    experts over all ranks. dtype: compute dtype. rounds: rounds per chunk of ``padded`` and ``hierarchical`` (1 unless
+    routing overflows ``capacity``).
+    """
+    group = group_of(spec, config, experts, platform)
+    plan = exchange_plan(config, tokens, top_k, group)
+    wire = WireFormat(width, plan.choices, jnp.dtype(dtype), config.wire == "fp8")
+    return tuple(plan.kind.collectives(group, wire, plan, rounds))
 
 
 def group_of(spec: MeshSpec, config: DispatchConfig, experts: int, platform: str) -> ExpertGroup:
@@ -286,11 +308,10 @@ def _method(
     dtype: jnp.dtype,
 ) -> Method:
     """Make the method that exchanges a rank's ``tokens`` tokens of ``width`` values."""
-    plan = exchange_plan(config, tokens, top_k, group)
+    plan = exchange_plan(config, tokens, top_k, group, fused_shared)
     wire = WireFormat(width, plan.choices, dtype, config.wire == "fp8")
-    by_choice = config.by_choice and plan.kind is not Alone
-    method = plan.kind.of(group, wire, plan, fused_shared and not by_choice)
-    if by_choice:
+    method = plan.kind.of(group, wire, plan, plan.shared > 0)
+    if config.by_choice and plan.kind is not Alone:
         method = ByChoice(group, method, apart=not plan.kind.keeps_choices, fused_shared=fused_shared, top_k=top_k)
     return method if plan.chunks == 1 else InChunks(method, tokens, plan.chunk, plan.chunks)
 

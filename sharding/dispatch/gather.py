@@ -16,8 +16,8 @@ from jaxtyping import Array
 
 from sharding.dispatch.collectives import Collective, gathered, spread
 from sharding.dispatch.group import ExpertGroup
-from sharding.dispatch.local import Counts, RankExperts, sent_to_experts, shared_slots
-from sharding.dispatch.transit import ExchangePlan, Method, Transit
+from sharding.dispatch.local import Counts, RankExperts, sent_to_experts
+from sharding.dispatch.transit import ExchangePlan, PlannedMethod, Transit
 from sharding.dispatch.wire import WireFormat
 from sharding.sums import add_as_tree, add_in_order
 
@@ -40,41 +40,28 @@ class _InFlight(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Gather(Method):
+class Gather(PlannedMethod):
     """``Method`` of ``gather``.
 
     If an expert's width is split over ``tp``, both collectives also run over the ``tp`` ranks. Each rank holds a part of
     the width, so the one reduction adds the parts of the width as well as the experts.
-
-    tokens: number of this rank's tokens.
     """
 
-    group: ExpertGroup
-    wire: WireFormat
-    tokens: int
-    fused_shared: bool
-
     name = "gather"
-
-    @classmethod
-    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, fused_shared: bool) -> Gather:
-        """As ``Method.of``."""
-        return cls(group, wire, plan.chunk, fused_shared)
 
     @classmethod
     def collectives(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, rounds: int) -> list[Collective]:
         """As ``Method.collectives``."""
         axes, ranks, times = group.all_axes, group.all_ranks, plan.chunks
-        return [
-            gathered("dispatch", axes, ranks, plan.chunk * wire.row_bytes, times),
-            spread("reduce_scatter", "combine", axes, ranks, ranks * plan.chunk * wire.answer_bytes, times),
-        ]
+        there = gathered("dispatch", axes, ranks, plan.chunk * wire.row_bytes, times)
+        back = spread("reduce_scatter", "combine", axes, ranks, ranks * plan.chunk * wire.answer_bytes, times)
+        shared = cls._over_width(group, wire, plan, arriving=0) if plan.shared else []
+        return [there, *shared[:1], back, *shared[1:]]
 
     def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
         """Pack this rank's tokens."""
         packed = self.wire.pack(x_TD, slots_TK, weights_TK, jnp.int32(0))
-        shared_rows = self.wire.pack(x_TD, *shared_slots(slots_TK), jnp.int32(0)) if self.fused_shared else None
-        return Transit(packed, _InFlight(slots_TK, shared_rows))
+        return Transit(packed, _InFlight(slots_TK, self._pack_shared(x_TD, slots_TK, jnp.int32(0))))
 
     def send(self, transit: Transit) -> Transit:
         """Run one ``all_gather``."""
@@ -92,9 +79,9 @@ class Gather(Method):
 
     def answer(self, transit: Transit) -> Transit:
         """Run one reduce-scatter over the group's rows. The rows after them, if any, are the shared expert's."""
-        partial_ND, group_rows = transit.rows, self.tokens * self.group.all_ranks
+        partial_ND, group_rows = transit.rows, self.plan.chunk * self.group.all_ranks
         y_TD = lax.psum_scatter(partial_ND[:group_rows], self.group.all_axes, scatter_dimension=0, tiled=True)
-        shared_sums = self.group.share_width(partial_ND[group_rows:]) if self.fused_shared else None
+        shared_sums = self.group.share_width(partial_ND[group_rows:]) if self.plan.shared else None
         return Transit(y_TD, transit.kept._replace(shared_sums=shared_sums))
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
@@ -106,25 +93,14 @@ class Gather(Method):
 
 
 @dataclass(frozen=True)
-class GatherByChoice(Method):
+class GatherByChoice(Gather):
     """``Gather`` that returns each expert's weighted result (a term) separately and adds them in the order of a token's choices.
 
     For every gathered token, each rank returns ``_columns`` terms, zero for experts that are not chosen. Used only if ``fits`` says that
     this pays; otherwise ``padded`` is used.
     """
 
-    group: ExpertGroup
-    wire: WireFormat
-    tokens: int
-    top_k: int
-
-    name = "gather"
     keeps_choices = True
-
-    @classmethod
-    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, fused_shared: bool) -> GatherByChoice:
-        """As ``Method.of``; ``ByChoice`` handles ``fused_shared``."""
-        return cls(group, wire, plan.chunk, plan.choices)
 
     @classmethod
     def collectives(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, rounds: int) -> list[Collective]:
@@ -147,15 +123,7 @@ class GatherByChoice(Method):
     @property
     def _columns(self) -> int:
         """Number of terms that a rank returns for one token (J): one per choice, or per expert of the rank if that is fewer."""
-        return min(self.top_k, self.group.experts)
-
-    def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
-        """Pack this rank's tokens."""
-        return Transit(self.wire.pack(x_TD, slots_TK, weights_TK, jnp.int32(0)), _InFlight(slots_TK, None))
-
-    def send(self, transit: Transit) -> Transit:
-        """Run one ``all_gather``."""
-        return Transit(self.group.gather_all(transit.rows), transit.kept)
+        return min(self.plan.choices, self.group.experts)
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
         """Compute a row per gathered token and column: the terms of this rank's experts (``RankExperts.terms``)."""

@@ -21,7 +21,7 @@ Parts = tuple[tuple[int, ...], ...]
 class InMemory(Protocol):
     """An exchange between devices that share memory.
 
-    experts_read_tokens: whether a rank's experts can read and answer the tokens of all ranks in place (``sharding/dispatch/memory.py``).
+    experts_read_tokens: whether a rank's experts can read and answer the tokens of all ranks in place (``Memory``).
     """
 
     experts_read_tokens: bool
@@ -79,20 +79,11 @@ class ExpertGroup:
 
         devices_per_host: neighbours in the mesh that share a host; None: hosts are unknown.
         """
-        sizes = dict(zip(spec.axes, spec.shape, strict=True))
-        axes = tuple(a for a in spec.expert_axes if sizes[a] > 1)
-        width_axes = tuple(a for a in spec.expert_width_axes if sizes[a] > 1)
-        return cls(
-            axes,
-            spec.ep_size,
-            width_axes,
-            spec.expert_width_shards,
-            experts // spec.ep_size,
-            platform,
-            in_order,
-            in_memory,
-            spec.expert_ranks_on_host(devices_per_host or 1),
-        )
+        several = {axis for axis, size in zip(spec.axes, spec.shape, strict=True) if size > 1}
+        axes, width_axes = (tuple(a for a in one if a in several) for one in (spec.expert_axes, spec.expert_width_axes))
+        on_rank, on_host = experts // spec.ep_size, spec.expert_ranks_on_host(devices_per_host or 1)
+        shape = axes, spec.ep_size, width_axes, spec.expert_width_shards, on_rank
+        return cls(*shape, platform, in_order, in_memory, on_host)
 
     @property
     def all_axes(self) -> tuple[str, ...]:
@@ -118,12 +109,17 @@ class ExpertGroup:
         """
         places = np.arange(self.size).reshape(-1, self.on_host)
         hosts, near = places.shape
-        between = replace(self, size=hosts, experts=self.experts * near, parts=_tuples(places.T))
-        return between, replace(self, size=near, parts=_tuples(places))
+        across, inside = (tuple(map(tuple, one.tolist())) for one in (places.T, places))
+        between = replace(self, size=hosts, experts=self.experts * near, parts=across)
+        return between, replace(self, size=near, parts=inside)
 
     def exchange(self, rows_NW: jax.Array) -> jax.Array:
         """``all_to_all`` of ``size`` equal blocks of rows: block ``g`` goes to rank ``g``; block ``s`` of the result is from rank ``s``."""
         return rows_NW if self.size == 1 else self._swap(rows_NW, self.axes, self.size)
+
+    def exchange_all(self, rows_NW: jax.Array) -> jax.Array:
+        """``exchange`` between all ranks that share one copy of the experts."""
+        return self._swap(rows_NW, self.all_axes, self.all_ranks)
 
     def gather(self, rows_NW: jax.Array) -> jax.Array:
         """The rows of all ranks along ``axes``."""
@@ -132,10 +128,6 @@ class ExpertGroup:
     def gather_all(self, rows_NW: jax.Array) -> jax.Array:
         """The rows of all ranks that share one copy of the experts."""
         return self._gather(rows_NW, self.all_axes, self.all_ranks)
-
-    def exchange_all(self, rows_NW: jax.Array) -> jax.Array:
-        """``exchange`` between all ranks that share one copy of the experts."""
-        return self._swap(rows_NW, self.all_axes, self.all_ranks)
 
     def _gather(self, rows_NW: jax.Array, axes: tuple[str, ...], ranks: int) -> jax.Array:
         if self.in_memory is not None:
@@ -163,7 +155,3 @@ class ExpertGroup:
 def places_in(parts: Parts) -> Int[Array, "N"]:
     """The place of each rank in its part."""
     return jnp.asarray(np.argsort(np.concatenate(parts)) % len(parts[0]), jnp.int32)
-
-
-def _tuples(places: np.ndarray) -> Parts:
-    return tuple(tuple(part) for part in places.tolist())

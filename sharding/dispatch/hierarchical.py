@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
-from sharding.dispatch.collectives import Collective, over_width, spread
+from sharding.dispatch.collectives import Collective, spread
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import goes_to
 from sharding.dispatch.padded import Padded
@@ -43,22 +43,13 @@ class _Handle(NamedTuple):
 class Hierarchical(Padded):
     """``Padded`` in two stages, which delivers the same rows to each rank's experts.
 
-    capacity: rows from one rank to another, as in ``Padded``. The forwarding rank keeps a separate run of cells per sender, so a sender can
-    compute how many rounds its rows need. crossing: rows from one rank to one host in a round. tokens: rows of a rank.
+    The forwarding rank keeps a separate run of cells per sender, so a sender can compute how many rounds its rows need.
 
-    A round sends one block of ``crossing`` rows of each host's queue and forwards one run of ``capacity`` rows of it to each rank. All
-    blocks with their first run come first, then all blocks with their second run, and so on. A block crosses again for each run.
+    A round sends one block of ``plan.crossing`` rows of each host's queue and forwards one run of ``plan.capacity`` rows of it to each
+    rank. All blocks with their first run come first, then all blocks with their second run. A block crosses again for each run.
     """
 
-    crossing: int
-    tokens: int
-
     name = "hierarchical"
-
-    @classmethod
-    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, fused_shared: bool) -> Hierarchical:
-        """As ``Method.of``."""
-        return cls(group, wire, plan.capacity, fused_shared, plan.crossing, plan.rows)
 
     @classmethod
     def collectives(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, rounds: int) -> list[Collective]:
@@ -72,9 +63,8 @@ class Hierarchical(Padded):
                 spread("all_to_all", purpose, group.axes, group.on_host, arriving * row_bytes, times, "inside"),
             ]
 
-        there, back = wire.row_bytes, wire.answer_bytes
-        width = over_width(group, arriving, there, back, times)
-        return [*stages("dispatch", there), *width, *reversed(stages("combine", back))]
+        width = cls._over_width(group, wire, plan, arriving, rounds)
+        return [*stages("dispatch", wire.row_bytes), *width, *reversed(stages("combine", wire.answer_bytes))]
 
     @cached_property
     def _stages(self) -> tuple[ExpertGroup, ExpertGroup]:
@@ -94,24 +84,24 @@ class Hierarchical(Padded):
     @property
     def _blocks(self) -> int:
         """Number of blocks of the longest possible queue."""
-        return -(-self.tokens // self.crossing)
+        return -(-self.plan.rows // self.plan.crossing)
 
     @property
     def _num_cells(self) -> int:
-        return self._stages[0].size * self.crossing
+        return self._stages[0].size * self.plan.crossing
 
     def _needs_one_round(self, tokens: int) -> bool:
-        return self.crossing >= tokens and self.capacity >= tokens
+        return min(self.plan.crossing, self.plan.capacity) >= tokens
 
     def _plan(self, slots_TK) -> tuple[Route, Int[Array, "G"], Array]:
         route, sent_G = plan_route(self._stages[0], slots_TK), jnp.sum(goes_to(self.group, slots_TK), axis=0)
-        blocks = -(-jnp.max(route.counts_G) // self.crossing)
+        blocks = -(-jnp.max(route.counts_G) // self.plan.crossing)
         # At most all rows of a block go to one rank.
-        turns = -(-jnp.minimum(jnp.max(sent_G), self.crossing) // self.capacity)
+        turns = -(-jnp.minimum(jnp.max(sent_G), self.plan.crossing) // self.plan.capacity)
         return route, sent_G, jnp.maximum(turns - 1, 0) * self._blocks + blocks
 
     def _cells(self, route: Route, r: jax.Array | int) -> tuple[Int[Array, "T K"], Bool[Array, "T K"]]:
-        return cells_of(route, self.crossing, r % self._blocks)
+        return cells_of(route, self.plan.crossing, r % self._blocks)
 
     def send(self, transit: Transit) -> Transit:
         """Run one ``all_to_all`` between hosts."""
@@ -119,7 +109,8 @@ class Hierarchical(Padded):
 
     def _relay(self, transit: Transit) -> Transit:
         """Run one ``all_to_all`` inside each host, then gather the arrived rows over ``tp``."""
-        return self._gather_arrived(*self._spread(transit.rows, 0), transit.kept)
+        arrived, handle = self._spread(transit.rows, 0)
+        return self._gather_arrived(arrived, transit.kept._replace(handle=handle))
 
     def answer(self, transit: Transit) -> Transit:
         """Reduce the sums over the parts of the experts' width, then run one ``all_to_all`` inside each host."""
@@ -143,7 +134,7 @@ class Hierarchical(Padded):
         handle = self._onward(slots_NK, r // self._blocks)
         # Empty cells carry the maximum number of rounds too, so that a rank without rows also learns it.
         packed = jnp.concatenate([arrived_NW, self.wire.empty_row(jnp.max(needed_N))])
-        cells = fill_cells(handle.cell_NK, self.group.size * self.capacity)
+        cells = fill_cells(handle.cell_NK, self.group.size * self.plan.capacity)
         return inside.exchange(packed.take(cells, axis=0, mode="clip")), handle
 
     def _crossed_back(self, returned: Array, handle: _Handle) -> Array:
@@ -156,13 +147,13 @@ class Hierarchical(Padded):
 
     def _onward(self, slots_NK: Int[Array, "N K"], turn: jax.Array | int) -> _Handle:
         """Return the cells of the rows that crossed, for forwarding: for each rank of this host, a run of cells per sender."""
-        between, inside = self._stages
+        (between, inside), capacity = self._stages, self.plan.capacity
         here_NK = (slots_NK >= 0) & (slots_NK // between.experts == between.index())
         local_NK = jnp.where(here_NK, slots_NK - between.index() * between.experts, -1)
         senders = rearrange(local_NK, "(sender n) k -> sender n k", sender=between.size)
         route = jax.vmap(partial(plan_route, inside))(senders)
-        place = route.place_TK - turn * self.capacity
-        now = route.sends_TK & (place >= 0) & (place < self.capacity)
+        place = route.place_TK - turn * capacity
+        now = route.sends_TK & (place >= 0) & (place < capacity)
         run = route.rank_TK * between.size + jnp.arange(between.size)[:, None, None]
-        cell = jnp.where(now, run * self.capacity + place, self.group.size * self.capacity)
+        cell = jnp.where(now, run * capacity + place, self.group.size * capacity)
         return _Handle(*(rearrange(a, "sender n k -> (sender n) k") for a in (cell, now)))

@@ -1,7 +1,8 @@
-"""``Alone``: no exchange, all experts on one rank. ``ByChoice`` and ``InChunks``: wrappers of another method."""
+"""``Alone`` and ``Memory``: methods that send nothing. ``ByChoice`` and ``InChunks``: wrappers of another method."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,33 +15,33 @@ from jaxtyping import Array
 
 from sharding.dispatch.collectives import Collective
 from sharding.dispatch.group import ExpertGroup
-from sharding.dispatch.local import Counts, RankExperts, shared_slots
-from sharding.dispatch.transit import ExchangePlan, Method, Stage, Transit, whole_exchange
+from sharding.dispatch.local import Counts, RankExperts, sent_to_experts, shared_slots
+from sharding.dispatch.transit import ExchangePlan, FurtherRounds, Method, PlannedMethod, Stage, Transit, whole_exchange
 from sharding.dispatch.wire import WireFormat
 from sharding.sums import add_in_order
 
 
-@dataclass(frozen=True)
-class Alone(Method):
-    """``Method`` of a rank that holds all experts: nothing travels."""
-
-    fused_shared: bool
-
-    name = "local"
-
-    @classmethod
-    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, fused_shared: bool) -> Alone:
-        """As ``Method.of``."""
-        return cls(fused_shared)
+class _NothingSent(PlannedMethod):
+    """Base of the methods without collectives, whose ``compute`` returns the sums."""
 
     @classmethod
     def collectives(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, rounds: int) -> list[Collective]:
         """Return an empty list."""
         return []
 
+    def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
+        """Return the sums and counts unchanged."""
+        return transit.rows, transit.kept
+
+
+class Alone(_NothingSent):
+    """``Method`` of a rank that holds all experts."""
+
+    name = "local"
+
     def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
         """Pass on the tokens, with an additional choice if the rank has a fused shared expert."""
-        if self.fused_shared:
+        if self.plan.shared:
             own_TK, one_TK = shared_slots(slots_TK)
             slots_TK, weights_TK = (
                 jnp.concatenate(pair, axis=1) for pair in ((slots_TK, own_TK[:, :1]), (weights_TK, one_TK[:, :1]))
@@ -52,11 +53,26 @@ class Alone(Method):
         return Transit(*experts(*transit.rows))
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
-        """Return the sums unchanged."""
-        counts = transit.kept
-        if counts:
-            counts = counts | dict.fromkeys(("rows_sent", "rows_received", "rounds"), jnp.int32(0))
-        return transit.rows, counts
+        """Return the sums unchanged, and the counts with those of rows."""
+        nothing = dict.fromkeys(("rows_sent", "rows_received", "rounds"), jnp.int32(0))
+        return transit.rows, transit.kept and transit.kept | nothing
+
+
+class Memory(_NothingSent):
+    """``Method`` of emulated devices, whose experts read all ranks' tokens in place and add terms in the order of choices."""
+
+    name = "memory"
+    keeps_choices = True
+
+    def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
+        """Pass on the tokens without packing them."""
+        return Transit((x_TD, weights_TK), slots_TK)
+
+    def compute(self, transit: Transit, experts: RankExperts) -> Transit:
+        """Compute the weighted sums of this rank's tokens over the experts of all ranks."""
+        (x_TD, weights_TK), slots_TK = transit.rows, transit.kept
+        y_TD, seen = experts.together(x_TD, slots_TK, weights_TK)
+        return Transit(y_TD, sent_to_experts(self.group, seen, slots_TK, 1))
 
 
 class _WithShared(NamedTuple):
@@ -92,30 +108,25 @@ class ByChoice(Method):
     @property
     def dispatch_stages(self) -> tuple[Stage, ...]:
         """The stages of ``method``."""
-        return self.send, *map(self._on_inner, self.method.dispatch_stages[1:])
+        return self.send, *(partial(self._run, stage) for stage in self.method.dispatch_stages[1:])
 
     @property
     def combine_stages(self) -> tuple[Stage, ...]:
         """The stages of ``method``."""
-        return self.answer, *map(self._on_inner, self.method.combine_stages[1:])
+        return self.answer, *(partial(self._run, stage) for stage in self.method.combine_stages[1:])
 
     def send(self, transit: Transit) -> Transit:
         """Run ``method.send``, and gather the rank's own tokens over ``tp`` for the shared expert."""
-        shared = transit.kept.shared
-        inner = self.method.send(self._inner(transit))
-        return Transit(inner.rows, _WithShared(inner.kept, shared and tuple(map(self.group.pool_width, shared))))
+        return self._run(self.method.send, transit, lambda shared: tuple(map(self.group.pool_width, shared)))
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
         """Run ``method.compute``, and apply the shared expert to the rank's own tokens."""
-        shared = transit.kept.shared
-        inner = self.method.compute(self._inner(transit), experts.without_shared)
-        return Transit(inner.rows, _WithShared(inner.kept, shared and experts(*shared)[0]))
+        compute = partial(self.method.compute, experts=experts.without_shared)
+        return self._run(compute, transit, lambda shared: experts(*shared)[0])
 
     def answer(self, transit: Transit) -> Transit:
         """Run ``method.answer``, and reduce the shared expert's sums over the parts of its width."""
-        sums = transit.kept.shared
-        inner = self.method.answer(self._inner(transit))
-        return Transit(inner.rows, _WithShared(inner.kept, None if sums is None else self.group.share_width(sums)))
+        return self._run(self.method.answer, transit, self.group.share_width)
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
         """Add the terms in the order of choices, then the shared expert's sum."""
@@ -126,30 +137,18 @@ class ByChoice(Method):
             y = add_in_order(terms.astype(jnp.float32), axis=1).astype(y.dtype)
         return y if shared_sums is None else y + shared_sums, counts
 
-    def rounds(self, transit: Transit) -> Array | None:
-        """Return ``method.rounds``."""
-        return self.method.rounds(self._inner(transit))
+    def further(self, transit: Transit) -> FurtherRounds | None:
+        """Return the rounds of ``method``."""
+        inner = self.method.further(self._inner(transit))
+        return inner and inner._replace(
+            run=lambda r, so_far, experts: inner.run(r, so_far, experts.without_shared),
+            finish=lambda so_far: self._run(lambda _: inner.finish(so_far), transit),
+        )
 
-    def before_further(self, transit: Transit) -> Any:
-        """Return ``method.before_further``."""
-        return self.method.before_further(self._inner(transit))
-
-    def round(self, transit: Transit, r: Array, so_far: Any, experts: RankExperts) -> Any:
-        """Run ``method.round``."""
-        return self.method.round(self._inner(transit), r, so_far, experts.without_shared)
-
-    def after_further(self, transit: Transit, so_far: Any) -> Transit:
-        """Run ``method.after_further``."""
-        return self._on_inner(lambda inner: self.method.after_further(inner, so_far))(transit)
-
-    def _on_inner(self, stage: Stage) -> Stage:
-        """Return a stage of ``method`` that passes the shared expert's rows or sums on unchanged."""
-
-        def run(transit: Transit) -> Transit:
-            inner = stage(self._inner(transit))
-            return Transit(inner.rows, _WithShared(inner.kept, transit.kept.shared))
-
-        return run
+    def _run(self, stage: Stage, transit: Transit, on_shared: Callable[[Any], Any] = lambda shared: shared) -> Transit:
+        """Run a stage of ``method``, and ``on_shared`` on the shared expert's inputs or sums."""
+        inner, shared = stage(self._inner(transit)), transit.kept.shared
+        return Transit(inner.rows, _WithShared(inner.kept, None if shared is None else on_shared(shared)))
 
     def _inner(self, transit: Transit) -> Transit:
         return Transit(transit.rows, transit.kept.inner)
@@ -169,9 +168,9 @@ class InChunks(Method):
 
     def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
         """Cut the tokens into chunks."""
-        pad = partial(pad_rows, rows=self.chunks * self.chunk)
-        inputs = pad(x_TD, fill=0), pad(slots_TK, fill=-1), pad(weights_TK, fill=0)
-        return Transit([rearrange(array, "(chunks t) w -> chunks t w", t=self.chunk) for array in inputs], None)
+        inputs, more = ((x_TD, 0), (slots_TK, -1), (weights_TK, 0)), self.chunks * self.chunk - self.tokens
+        padded = [jnp.pad(array, ((0, more), (0, 0)), constant_values=fill) for array, fill in inputs]
+        return Transit([rearrange(array, "(chunks t) w -> chunks t w", t=self.chunk) for array in padded], None)
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
         """Exchange and compute the chunks one after the other."""
@@ -183,8 +182,3 @@ class InChunks(Method):
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
         """Return the sums unchanged, and the counts summed over chunks."""
         return transit.rows, jax.tree.map(lambda count: jnp.sum(count, axis=0), transit.kept)
-
-
-def pad_rows(array: jax.Array, *, rows: int, fill: int) -> jax.Array:
-    """Pad ``array`` with rows of ``fill`` to ``rows`` rows."""
-    return jnp.pad(array, ((0, rows - array.shape[0]), (0, 0)), constant_values=fill)

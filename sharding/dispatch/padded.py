@@ -9,6 +9,7 @@ maximum without another collective.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,11 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from sharding.dispatch.collectives import Collective, over_width, spread
+from sharding.dispatch.collectives import Collective, spread
 from sharding.dispatch.group import ExpertGroup
-from sharding.dispatch.local import Counts, RankExperts, add_sent, shared_slots
+from sharding.dispatch.local import Counts, RankExperts, add_sent
 from sharding.dispatch.route import Route, add_returned, cells_of, fill_cells, plan_route
-from sharding.dispatch.transit import ExchangePlan, Method, Transit, in_rounds
+from sharding.dispatch.transit import ExchangePlan, FurtherRounds, PlannedMethod, Transit, in_rounds
 from sharding.dispatch.wire import WireFormat
 
 
@@ -45,30 +46,20 @@ class _InFlight(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Padded(Method):
-    """``Method`` of ``padded``, with room for ``capacity`` rows from each rank to each other in a round.
+class Padded(PlannedMethod):
+    """``Method`` of ``padded``, with room for ``plan.capacity`` rows from each rank to each other in a round.
 
     If an expert's width is split over ``tp``, tokens travel between ranks with the same ``tp`` index. The ``tp`` ranks of
     the destination all-gather the arrived rows, and reduce-scatter the sums. ``Hierarchical`` overrides private methods.
     """
 
-    group: ExpertGroup
-    wire: WireFormat
-    capacity: int
-    fused_shared: bool
-
     name = "padded"
-
-    @classmethod
-    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, fused_shared: bool) -> Padded:
-        """As ``Method.of``."""
-        return cls(group, wire, plan.capacity, fused_shared)
 
     @classmethod
     def collectives(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, rounds: int) -> list[Collective]:
         """As ``Method.collectives``."""
         arriving, times = group.size * plan.capacity, plan.chunks * rounds
-        inner = over_width(group, arriving, wire.row_bytes, wire.answer_bytes, times)
+        inner = cls._over_width(group, wire, plan, arriving, rounds)
         if group.size == 1:
             return inner
 
@@ -80,23 +71,24 @@ class Padded(Method):
     @property
     def _num_cells(self) -> int:
         """Number of row slots (cells) that a rank sends in a round."""
-        return self.group.size * self.capacity
+        return self.group.size * self.plan.capacity
 
     def _needs_one_round(self, tokens: int) -> bool:
         """Whether one round is enough for any routing of ``tokens`` tokens per rank."""
-        return self.capacity >= tokens
+        return self.plan.capacity >= tokens
 
     def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
         """Fill the cells of the first round, and pack all tokens for further ones."""
         route, sent_G, needed = self._plan(slots_TK)
         # Empty slots carry the number of rounds too: a rank that receives no token must still know when to stop.
         packed = jnp.concatenate([self.wire.pack(x_TD, slots_TK, weights_TK, needed), self.wire.empty_row(needed)])
-        shared_rows = self.wire.pack(x_TD, *shared_slots(slots_TK), needed) if self.fused_shared else None
+        shared_rows = self._pack_shared(x_TD, slots_TK, needed)
         return Transit(self._send_buffer(packed, route, 0), _InFlight(packed, shared_rows, route, sent_G))
 
     def send(self, transit: Transit) -> Transit:
         """Exchange the rows in one ``all_to_all``, then all-gather the arrived rows over the ranks that share a width."""
-        return self._gather_arrived(*self._dispatch(transit.rows, 0), transit.kept)
+        arrived, handle = self._dispatch(transit.rows, 0)
+        return self._gather_arrived(arrived, transit.kept._replace(handle=handle))
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
         """Compute the weighted sums of this rank's experts, and read how many rounds the senders need."""
@@ -118,23 +110,28 @@ class Padded(Method):
             y_TD += kept.shared_sums.astype(jnp.float32)
         if kept.further_sums is not None:
             y_TD = self._add_round(kept.further_sums, y_TD, first_TK)
-        elif (rounds := self.rounds(transit)) is not None:
-            y_TD, counts = in_rounds(rounds, lambda r, so_far: self.round(transit, r, so_far, experts), (y_TD, counts))
+        elif (more := self.further(transit)) is not None:
+            y_TD, counts = in_rounds(more.rounds, lambda r, so_far: more.run(r, so_far, experts), (y_TD, counts))
         return y_TD.astype(self.wire.dtype), add_sent(self.group, counts, kept.sent_G, jnp.maximum(kept.rounds, 1))
 
-    def rounds(self, transit: Transit) -> Array | None:
-        """Return the number of rounds that all ranks need; None if one is always enough."""
-        kept = transit.kept
-        return None if self._needs_one_round(len(kept.route.rank_TK)) else jnp.maximum(kept.rounds, 1)
+    def further(self, transit: Transit) -> FurtherRounds | None:
+        """Return the rounds that all ranks need after the first; None if one is always enough. Their sums start at zero."""
+        kept, tokens = transit.kept, len(transit.kept.route.rank_TK)
+        if self._needs_one_round(tokens):
+            return None
 
-    def before_further(self, transit: Transit) -> tuple[Array, Counts | None]:
-        """Return zero sums for further rounds, and the counts of the first round."""
-        kept = transit.kept
-        return jnp.zeros((len(kept.route.rank_TK), transit.rows.shape[1]), jnp.float32), kept.counts
+        def begin() -> tuple[Array, Counts]:
+            return jnp.zeros((tokens, transit.rows.shape[1]), jnp.float32), kept.counts
 
-    def round(
-        self, transit: Transit, r: jax.Array, so_far: tuple[Array, Counts | None], experts: RankExperts
-    ) -> tuple[Array, Counts | None]:
+        def finish(so_far: tuple[Array, Counts]) -> Transit:
+            sums, counts = so_far
+            return Transit(transit.rows, kept._replace(further_sums=sums, counts=counts))
+
+        return FurtherRounds(jnp.maximum(kept.rounds, 1), begin, partial(self._round, transit), finish)
+
+    def _round(
+        self, transit: Transit, r: jax.Array, so_far: tuple[Array, Counts], experts: RankExperts
+    ) -> tuple[Array, Counts]:
         """Run round ``r``: dispatch, experts, combine; add its sums and counts."""
         packed, route = transit.kept.packed, transit.kept.route
         y_TD, counts = so_far
@@ -146,26 +143,15 @@ class Padded(Method):
         y_TD = self._add_round(y_TD, add_returned(returned, cell_TK, now_TK), now_TK)
         return y_TD, jax.tree.map(jnp.add, counts, round_counts)
 
-    def after_further(self, transit: Transit, so_far: tuple[Array, Counts | None]) -> Transit:
-        """Return the transit with the sums of further rounds, so that ``add`` runs none."""
-        sums, counts = so_far
-        return Transit(transit.rows, transit.kept._replace(further_sums=sums, counts=counts))
-
-    def _gather_arrived(self, arrived: Array, handle: Any, kept: _InFlight) -> Transit:
-        """All-gather the arrived rows, and the rank's own rows for the shared expert, over the ranks that share a width."""
-        if kept.shared_rows is not None:
-            arrived = jnp.concatenate([arrived, kept.shared_rows])
-        return Transit(self.group.pool_width(arrived), kept._replace(shared_rows=None, handle=handle))
-
     def _reduce_sums(self, transit: Transit) -> tuple[Array, _InFlight]:
         """Invert ``_gather_arrived``: reduce-scatter the sums, and keep those of ``shared_rows`` on the rank."""
-        sums_ND, arrived = self.group.share_width(transit.rows), self.group.size * self.capacity
-        return sums_ND[:arrived], transit.kept._replace(shared_sums=sums_ND[arrived:] if self.fused_shared else None)
+        sums_ND, arrived = self.group.share_width(transit.rows), self.group.size * self.plan.capacity
+        return sums_ND[:arrived], transit.kept._replace(shared_sums=sums_ND[arrived:] if self.plan.shared else None)
 
     def _plan(self, slots_TK: Int[Array, "T K"]) -> tuple[Route, Int[Array, "G"], Array]:
         """Return the route of the rank's tokens, the number of rows for each rank, and how many rounds they need."""
-        route = plan_route(self.group, slots_TK)
-        return route, route.counts_G, lax.div(jnp.max(route.counts_G) + (self.capacity - 1), self.capacity)
+        route, capacity = plan_route(self.group, slots_TK), self.plan.capacity
+        return route, route.counts_G, lax.div(jnp.max(route.counts_G) + (capacity - 1), capacity)
 
     def _dispatch(self, rows: Array, r: jax.Array | int) -> tuple[Array, Any]:
         """Send round ``r``'s rows to the ranks of their experts. Also return the handle that ``_combine`` needs."""
@@ -181,7 +167,7 @@ class Padded(Method):
 
     def _cells(self, route: Route, r: jax.Array | int) -> tuple[Int[Array, "T K"], Bool[Array, "T K"]]:
         """Return the cell of each choice's row in round ``r``, and whether that round sends the row."""
-        return cells_of(route, self.capacity, r)
+        return cells_of(route, self.plan.capacity, r)
 
     def _send_buffer(self, packed: Array, route: Route, r: jax.Array | int) -> Array:
         cell_TK, _ = self._cells(route, r)

@@ -1,9 +1,7 @@
 """``ragged``: each rank sends every other rank exactly the rows for its experts, which arrive in one contiguous layout.
 
-Prefill on GPUs works this way: no padding on the wire, and contiguous rows for the local product. The ranks must know the
-sizes first, hence a third collective of four bytes per pair of ranks. Buffers have room for the worst case, every token of
-the group on one rank; ``chunk_tokens`` bounds it.
-
+Prefill on GPUs works this way: no padding on the wire, and contiguous rows for the local product. A third collective tells the ranks the
+sizes. Buffers have room for the worst case, every token of the group on one rank; ``chunk_tokens`` bounds it.
 ``lax.ragged_all_to_all`` exists for GPU and TPU. Elsewhere a padded ``all_to_all`` and a masked scatter emulate it exactly.
 """
 
@@ -17,12 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from sharding.dispatch.collectives import Collective, gathered, over_width, spread
+from sharding.dispatch.collectives import Collective, gathered, spread
 from sharding.dispatch.config import even_routing_rows
 from sharding.dispatch.group import ExpertGroup
-from sharding.dispatch.local import Counts, RankExperts, add_sent, shared_slots
+from sharding.dispatch.local import Counts, RankExperts, add_sent
 from sharding.dispatch.route import Route, add_returned, fill_cells, plan_route
-from sharding.dispatch.transit import ExchangePlan, Method, Transit
+from sharding.dispatch.transit import ExchangePlan, PlannedMethod, Transit
 from sharding.dispatch.wire import WireFormat
 
 NATIVE_PLATFORMS = ("gpu", "cuda", "rocm", "tpu")
@@ -49,30 +47,16 @@ class _InFlight(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ragged(Method):
-    """``Method`` of ``ragged``: sends every row that is needed, and no other. ``prepare`` exchanges the sizes.
-
-    tokens: number of this rank's rows; top_k: choices of each. fused_shared: see ``dispatch``.
-    """
-
-    group: ExpertGroup
-    wire: WireFormat
-    tokens: int
-    top_k: int
-    fused_shared: bool
+class Ragged(PlannedMethod):
+    """``Method`` of ``ragged``: sends every row that is needed, and no other. ``prepare`` exchanges the sizes."""
 
     name = "ragged"
-
-    @classmethod
-    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, fused_shared: bool) -> Ragged:
-        """As ``Method.of``."""
-        return cls(group, wire, plan.rows, plan.choices, fused_shared)
 
     @classmethod
     def collectives(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, rounds: int) -> list[Collective]:
         """As ``Method.collectives``."""
         arriving, times = group.size * plan.rows, plan.chunks
-        inner = over_width(group, arriving, wire.row_bytes, wire.answer_bytes, times)
+        inner = cls._over_width(group, wire, plan, arriving)
         if group.size == 1:
             return inner
 
@@ -100,7 +84,7 @@ class Ragged(Method):
     @property
     def _rows(self) -> tuple[int, int]:
         """(most rows that a rank sends, most rows that it receives)."""
-        return self.tokens * min(self.top_k, self.group.size), self.tokens * self.group.size
+        return self.plan.rows * min(self.plan.choices, self.group.size), self.plan.rows * self.group.size
 
     def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
         """Exchange the sizes, and order this rank's rows by destination rank."""
@@ -109,11 +93,13 @@ class Ragged(Method):
         me = self.group.index()
         sent_G, received_G = counts_SG[me], counts_SG[:, me]
         before_G = _exclusive_sums(sent_G)  # first row for each rank in this rank's send buffer
-        cell_TK = jnp.where(route.sends_TK, before_G[route.rank_TK] + route.place_TK, self.tokens * self.top_k)
+        cell_TK = jnp.where(
+            route.sends_TK, before_G[route.rank_TK] + route.place_TK, self.plan.rows * self.plan.choices
+        )
         packed = jnp.concatenate(
             [self.wire.pack(x_TD, slots_TK, weights_TK, jnp.int32(0)), self.wire.empty_row(jnp.int32(0))]
         )
-        shared_rows = self.wire.pack(x_TD, *shared_slots(slots_TK), jnp.int32(0)) if self.fused_shared else None
+        shared_rows = self._pack_shared(x_TD, slots_TK, jnp.int32(0))
         rows = packed.take(fill_cells(cell_TK, self._rows[0]), axis=0, mode="clip")
         dispatch_offsets_G = _exclusive_sums(counts_SG, axis=0)[me]
         combine_offsets_G = _exclusive_sums(counts_SG, axis=1)[:, me]
@@ -132,11 +118,9 @@ class Ragged(Method):
             kept.sent_G,
             kept.received_G,
             offsets_G=kept.dispatch_offsets_G,
-            most=self.tokens,
+            most=self.plan.rows,
         )
-        if kept.shared_rows is not None:
-            arrived = jnp.concatenate([arrived, kept.shared_rows])
-        return Transit(self.group.pool_width(arrived), kept._replace(shared_rows=None))
+        return self._gather_arrived(arrived, kept)
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
         """Compute the weighted sums of this rank's experts for each row."""
@@ -156,9 +140,9 @@ class Ragged(Method):
             kept.received_G,
             kept.sent_G,
             offsets_G=kept.combine_offsets_G,
-            most=self.tokens,
+            most=self.plan.rows,
         )
-        return Transit(returned, kept._replace(shared_sums=sums_ND[in_rows:] if self.fused_shared else None))
+        return Transit(returned, kept._replace(shared_sums=sums_ND[in_rows:] if self.plan.shared else None))
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
         """Add the returned sums of each token, in float32."""
@@ -179,12 +163,10 @@ def ragged_exchange(
     offsets_G: Int[Array, "G"],
     most: int,
 ) -> jax.Array:
-    """Send runs of rows: the first ``sent_G[0]`` rows to rank 0, the next ``sent_G[1]`` to rank 1, and so on.
+    """Send the first ``sent_G[0]`` rows to rank 0, the next ``sent_G[1]`` to rank 1, and so on; they arrive in ``out_NW``, by sending rank.
 
-    They arrive in ``out_NW``, contiguous and ordered by sending rank. The remaining rows of ``out_NW`` are unchanged.
-
-    received_G: number of rows from each rank; offsets_G: row of each rank's ``out_NW`` at which this rank's run begins;
-    most: upper bound of every entry of ``sent_G`` (the emulation pads to it).
+    received_G: number of rows from each rank. offsets_G: row of each rank's ``out_NW`` at which its rows begin. most: upper bound of
+    every entry of ``sent_G`` (the emulation pads to it). The remaining rows of ``out_NW`` are unchanged.
     """
     if group.size == 1:
         return out_NW.at[: rows_MW.shape[0]].set(rows_MW[: out_NW.shape[0]])

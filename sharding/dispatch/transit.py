@@ -3,8 +3,7 @@
 A dispatch method is five functions that run on one rank inside ``shard_map``: ``prepare`` packs and ``send`` dispatches, ``compute``
 applies the experts, ``answer`` and ``add`` combine. ``send`` and ``answer`` contain the collectives that carry rows and almost no
 computation, so a program can overlap them with other work (``docs/architecture.md``, "A layer in four parts"). Methods that forward rows
-through another rank have two of each (``dispatch_stages``, ``combine_stages``). Four more functions run the remaining rounds when ``add``
-does not run them.
+through another rank have two of each (``dispatch_stages``, ``combine_stages``).
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sharding.dispatch.collectives import Collective
+from sharding.dispatch.collectives import Collective, over_width
 from sharding.dispatch.group import ExpertGroup
-from sharding.dispatch.local import Counts, RankExperts
+from sharding.dispatch.local import Counts, RankExperts, shared_slots
 from sharding.dispatch.wire import WireFormat
 from sharding.errors import MeshError
 
@@ -119,21 +118,22 @@ class Method:
         """Return each token's sum of the returned results, and the counts. Runs the remaining rounds if some rows did not fit."""
         raise NotImplementedError
 
-    def rounds(self, transit: Transit) -> Array | None:
-        """Return the number of rounds, equal on all ranks. None: no rounds can run before ``add``; the next three methods are unused."""
+    def further(self, transit: Transit) -> FurtherRounds | None:
+        """Return the rounds after the first, which may run before ``add``; None if there are none."""
         return None
 
-    def before_further(self, transit: Transit) -> Any:
-        """Return the initial ``so_far`` of ``round``."""
-        raise NotImplementedError
 
-    def round(self, transit: Transit, r: jax.Array, so_far: Any, experts: RankExperts) -> Any:
-        """Run round ``r`` (the first is 0, run by the stages) and add its results to those of earlier rounds."""
-        raise NotImplementedError
+class FurtherRounds(NamedTuple):
+    """The rounds of an exchange after round 0, which its stages run.
 
-    def after_further(self, transit: Transit, so_far: Any) -> Transit:
-        """Pass the remaining rounds' sums to ``add``, which then runs no round."""
-        raise NotImplementedError
+    rounds: number of all rounds, equal on all ranks. begin: returns the initial ``so_far``. run: ``(r, so_far, experts) -> so_far``, with
+    the results of round ``r`` added. finish: passes the last ``so_far`` to ``add``, which then runs no round.
+    """
+
+    rounds: Array
+    begin: Callable[[], Any]
+    run: Callable[[Array, Any, RankExperts], Any]
+    finish: Callable[[Any], Transit]
 
 
 class ExchangePlan(NamedTuple):
@@ -141,7 +141,8 @@ class ExchangePlan(NamedTuple):
 
     kind: the method. chunk: tokens per exchange. chunks: number of exchanges, run one after the other. capacity: rows that a rank can send
     to another rank in a round. rows: rows to send of a chunk. choices: number of a token's choices that a row carries (all of them, or 1).
-    crossing: rows that a rank can send to another host in a round of ``hierarchical``.
+    crossing: rows that a rank can send to another host in a round of ``hierarchical``. shared: rows of a chunk for the rank's fused shared
+    expert, which only the ranks that split its width exchange.
     """
 
     kind: type[Method]
@@ -151,6 +152,45 @@ class ExchangePlan(NamedTuple):
     rows: int
     choices: int
     crossing: int = 0
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class PlannedMethod(Method):
+    """Base of the built-in methods: the arguments of ``of``, and the rows of the rank's fused shared expert.
+
+    ``send`` puts these rows behind those that arrive, and ``answer`` keeps their sums on the rank.
+    """
+
+    group: ExpertGroup
+    wire: WireFormat
+    plan: ExchangePlan
+
+    @classmethod
+    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, fused_shared: bool) -> PlannedMethod:
+        """As ``Method.of``; ``plan.shared`` says the same as ``fused_shared``."""
+        return cls(group, wire, plan)
+
+    @classmethod
+    def _over_width(
+        cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, arriving: int, rounds: int = 1
+    ) -> list[Collective]:
+        """Return the collectives over a split width, if ``arriving`` rows arrive in each round."""
+        sizes = wire.row_bytes, wire.answer_bytes
+        if not plan.shared:
+            return over_width(group, arriving, *sizes, plan.chunks * rounds)
+        first = over_width(group, arriving + plan.shared, *sizes, plan.chunks)
+        return first + (over_width(group, arriving, *sizes, plan.chunks * (rounds - 1)) if rounds > 1 else [])
+
+    def _pack_shared(self, x_TD: Array, slots_TK: Array, extra: Array | int) -> Array | None:
+        """Pack the rank's tokens for its fused shared expert, if it has one."""
+        return self.wire.pack(x_TD, *shared_slots(slots_TK), extra) if self.plan.shared else None
+
+    def _gather_arrived(self, arrived: Array, kept: Any) -> Transit:
+        """All-gather the arrived rows, then ``kept.shared_rows``, over the ranks that share a width."""
+        if kept.shared_rows is not None:
+            arrived = jnp.concatenate([arrived, kept.shared_rows])
+        return Transit(self.group.pool_width(arrived), kept._replace(shared_rows=None))
 
 
 def in_rounds(rounds: Array, run: Callable[[Array, Any], Any], so_far: Any) -> Any:
@@ -163,22 +203,17 @@ def in_rounds(rounds: Array, run: Callable[[Array, Any], Any], so_far: Any) -> A
 
 def run_together(exchanges: Sequence[tuple[Method, Transit, RankExperts]]) -> list[Transit]:
     """Run the remaining rounds of several exchanges in one loop, so that the host checks one loop condition, where the caller chooses."""
-    rounds = [method.rounds(transit) for method, transit, _ in exchanges]
-    some = [one for one, needed in zip(exchanges, rounds, strict=True) if needed is not None]
+    every = [(method.further(transit), transit, experts) for method, transit, experts in exchanges]
+    some = [(further, experts) for further, _, experts in every if further is not None]
     if not some:
         return [transit for _, transit, _ in exchanges]
 
     def run(r: Array, so_far: list) -> list:
-        return [
-            method.round(transit, r, one, experts) for (method, transit, experts), one in zip(some, so_far, strict=True)
-        ]
+        return [further.run(r, one, experts) for (further, experts), one in zip(some, so_far, strict=True)]
 
-    most = functools.reduce(jnp.maximum, [needed for needed in rounds if needed is not None])
-    gave = iter(in_rounds(most, run, [method.before_further(transit) for method, transit, _ in some]))
-    return [
-        transit if needed is None else method.after_further(transit, next(gave))
-        for (method, transit, _), needed in zip(exchanges, rounds, strict=True)
-    ]
+    most = functools.reduce(jnp.maximum, [further.rounds for further, _ in some])
+    results = iter(in_rounds(most, run, [further.begin() for further, _ in some]))
+    return [transit if further is None else further.finish(next(results)) for further, transit, _ in every]
 
 
 def whole_exchange(
