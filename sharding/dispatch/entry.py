@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from sharding.dispatch.choice import choose_method
-from sharding.dispatch.collectives import Collective
+from sharding.dispatch.collectives import Collective, gathered, over_width
 from sharding.dispatch.config import DispatchConfig, default_capacity, host_capacity
 from sharding.dispatch.gather import Gather, GatherByChoice
 from sharding.dispatch.group import ExpertGroup
@@ -280,17 +280,26 @@ def dispatch_collectives(
     dtype: jnp.dtype,
     platform: str,
     rounds: int = 1,
+    fused_shared: bool = False,
 ) -> tuple[Collective, ...]:
     """Return the collectives of one MoE layer on one device, in program order, from shapes alone; none for an EP group of one rank.
 
     tokens: tokens per device (those of a DP rank divided by its ``tp`` ranks, rounded up). width: D. experts: physical
     experts over all ranks. dtype: compute dtype. rounds: rounds per chunk of ``padded`` and ``hierarchical`` (1 unless
-    routing overflows ``capacity``).
+    routing overflows ``capacity``). fused_shared: see ``dispatch``; with ``by_choice``, the shared expert's collectives come last of their
+    purpose.
     """
     group = group_of(spec, config, experts, platform)
-    plan = exchange_plan(config, tokens, top_k, group)
+    plan = exchange_plan(config, tokens, top_k, group, fused_shared)
     wire = WireFormat(width, plan.choices, jnp.dtype(dtype), config.wire == "fp8")
-    return tuple(plan.kind.collectives(group, wire, plan, rounds))
+    found = plan.kind.collectives(group, wire, plan, rounds)
+    if not (fused_shared and config.by_choice and group.width > 1):
+        return tuple(found)
+    sizes = wire.answer_bytes, 4 * top_k, 4 * top_k  # a token, its slots and weights: see `ByChoice.send`
+    there = [gathered("dispatch", group.width_axes, group.width, plan.chunk * size, plan.chunks) for size in sizes]
+    _, back = over_width(group, plan.chunk, 0, wire.answer_bytes, plan.chunks)
+    combine = [one for one in found if one.purpose == "combine"]
+    return *(one for one in found if one.purpose != "combine"), *there, *combine, back
 
 
 def group_of(spec: MeshSpec, config: DispatchConfig, experts: int, platform: str) -> ExpertGroup:

@@ -36,17 +36,19 @@ CONFIGS = {
 }
 
 
-def lowered(spec, config, dtype):
-    """StableHLO of one layer's dispatch: ``[(kind, operand bytes)]`` in program order."""
+def lowered(spec, config, dtype, fused):
+    """StableHLO of one layer's dispatch: ``[(kind, operand bytes)]`` in program order. fused: each rank has a fused shared expert."""
     mesh = spec.build()
     specs = {"code": P(spec.expert_axes, spec.expert_width_axes or None)}
 
     def layer(x, slots, weights, params):
-        return dispatch(spec, mesh, config, x, slots, weights, params, coded_experts, specs)[0]
+        return dispatch(spec, mesh, config, x, slots, weights, params, coded_experts, specs, EXPERTS, fused)[0]
 
     total = TOKENS * spec.num_devices
     shapes = jnp.zeros((total, WIDTH), dtype), jnp.zeros((total, K), jnp.int32), jnp.zeros((total, K))
-    text = jax.jit(layer).lower(*shapes, {"code": jnp.asarray(codes(np.arange(EXPERTS)))}).as_text()
+    text = (
+        jax.jit(layer).lower(*shapes, {"code": jnp.asarray(codes(np.arange(EXPERTS + fused * spec.ep_size)))}).as_text()
+    )
     found = []
     for match in re.finditer(r'"stablehlo\.(all_gather|all_to_all|reduce_scatter)"', text):
         signature = re.compile(r": \(tensor<([\dx]+)x(\w+)>\) -> tensor").search(text, match.end())
@@ -63,14 +65,16 @@ def lowered(spec, config, dtype):
 )
 def test_collectives_and_their_operands_are_those_of_the_lowered_program(name, dtype):
     place, config = list(CONFIGS).index(name), CONFIGS[name]
-    for layout in {WHOLE, *LAYOUTS[place % 6 :: 6]}:
+    for layout, fused in {(WHOLE, True), *((layout, False) for layout in (WHOLE, *LAYOUTS[place % 6 :: 6]))}:
         spec = MeshSpec.parse(layout)
         shape = {"tokens": TOKENS, "width": WIDTH, "top_k": K, "experts": EXPERTS, "dtype": dtype, "platform": "cpu"}
-        expected = [(c.kind, c.operand_bytes) for c in dispatch_collectives(spec, config, **shape)]
+        found = [dispatch_collectives(spec, config, fused_shared=shared, **shape) for shared in (fused, False)]
+        expected, further = ([(c.kind, c.operand_bytes) for c in each] for each in found)
         plan = exchange_plan(config, TOKENS, K, group_of(spec, config, EXPERTS, "cpu"))
         if plan.kind.name in ("padded", "hierarchical") and plan.capacity < plan.rows:
-            expected *= 2  # the first round, and the body of the loop over further ones
-        assert lowered(spec, config, dtype) == expected, layout
+            expected += further  # the first round, and the body of the loop over further ones
+        ordered = sorted if fused and config.by_choice else list
+        assert ordered(lowered(spec, config, dtype, fused)) == ordered(expected), layout
 
 
 def test_bytes_sent_are_the_rows_of_the_other_ranks():
@@ -81,8 +85,6 @@ def test_bytes_sent_are_the_rows_of_the_other_ranks():
     assert back.bytes_sent == 7 * 6 * 128 * 2
     there, back = dispatch_collectives(MeshSpec.parse("dp=8"), DispatchConfig("padded", capacity=2), **shape, rounds=3)
     assert (there.bytes_sent, there.times) == (7 * 2 * row, 3)
-    fp8, _ = dispatch_collectives(MeshSpec.parse("dp=8"), DispatchConfig("gather", wire="fp8"), **shape)
-    assert fp8.bytes_sent == 7 * 6 * (128 + 4 + 4 * 4 + 4 * 2 + 4)
 
 
 def test_statistics_tell_load_payload_and_padding_and_count_an_expert_once_where_its_width_is_split():
