@@ -17,9 +17,8 @@ Policy = Literal["auto", "global", "hierarchical"]
 class Balancedness(NamedTuple):
     """How evenly the ranks are loaded. The first two lie between 1 ÷ ranks and 1 (even), the third between 1 (even) and ranks."""
 
-    # the sum over layers of the mean rank's load ÷ the sum over layers of the busiest rank's, as vLLM logs it; what dsjax reports as
-    # balancedness. Layers are weighted by their tokens. The busiest rank is taken per layer, because a step waits for it in each layer:
-    # summing a rank's load over layers first would let layers compensate for each other
+    # Σ over layers of the mean rank's load ÷ Σ over layers of the busiest rank's, as vLLM logs it; what dsjax reports as balancedness. The
+    # busiest rank is that of each layer, because a step waits for it in each layer
     of_sums: float
     of_layers: float  # the mean over layers of (mean ÷ busiest), as SGLang logs it
     # the mean over layers of (busiest ÷ mean): how many times longer than with an even load a layer's experts take
@@ -44,10 +43,9 @@ def rebalance(
     then copies are made within each host and packed onto its ranks, so a token routed to few groups is sent to few
     hosts. ``auto``: hierarchical if the groups divide over the hosts, as published (github.com/deepseek-ai/EPLB).
 
-    The heaviest and the lightest rank that are packed together (all ranks, or those of one host) differ by at most the load of the
-    heaviest copy. Three rules are additions to the published policies: a layer without load counts as evenly loaded; an expert gets
-    no more copies than there are ranks; and if an expert has two copies on one rank, one is exchanged for another rank's copy, unless
-    that makes the heavier of the two ranks heavier. The same arguments always give the same placement.
+    Three rules are additions to the published policies: a layer without load counts as evenly loaded; an expert gets no more copies than
+    there are ranks; and a second copy on a rank is exchanged for another rank's, unless the heavier of the two ranks gets heavier.
+    The heaviest and lightest of the ranks that are packed together (all, or a host's) differ by at most the heaviest copy's load.
 
     Args:
         load_LE: tokens that each layer sent to each logical expert, or any other load.
@@ -59,8 +57,17 @@ def rebalance(
         MeshError: fewer slots than experts, numbers that do not divide, an unknown policy, or an invalid load.
     """
     load_LE = check_load(load_LE)
-    check_sizes(load_LE, n_physical=n_physical, ranks=ranks, groups=groups, hosts=hosts)
     layers, experts = load_LE.shape
+    if n_physical < experts or n_physical % ranks:
+        raise MeshError(
+            f"{n_physical} physical experts for {experts} logical ones on {ranks} ranks; expected at least "
+            f"{experts} and a multiple of {ranks}: {experts + -experts % ranks} is the least"
+        )
+    if hosts < 1 or ranks % hosts or groups < 1 or experts % groups:
+        raise MeshError(
+            f"{ranks} ranks on {hosts} hosts, {experts} experts in {groups} groups; expected as many ranks on each host and as "
+            "many experts in each group"
+        )
     if policy not in ("auto", "global", "hierarchical"):
         raise MeshError(f"balancing policy {policy!r}; expected auto, global or hierarchical")
     if policy == "hierarchical" and groups % hosts:
@@ -71,32 +78,26 @@ def rebalance(
     if not by_host(policy, groups, hosts):
         groups = hosts = 1
 
-    load_LE = _to_weights(load_LE)
-    size = experts // groups
+    # Pack groups onto hosts. Unused experts get tiny weights, so that they are spread out too; in a layer without load, all are equal.
+    total_L1, size = load_LE.sum(axis=1, keepdims=True), experts // groups
+    load_LE = np.where(total_L1 > 0, np.maximum(load_LE, total_L1 * 1e-12), 1.0)
     host_LG, place_LG = pack(load_LE.reshape(layers, groups, size).sum(axis=2), np.arange(groups), hosts)
     group_LG = np.argsort(host_LG * groups + place_LG, axis=1)
     expert_LE = (group_LG[:, :, None] * size + np.arange(size)).reshape(layers, experts)
-    return within_hosts(load_LE, expert_LE, n_physical=n_physical, ranks=ranks, hosts=hosts)
-
-
-def by_host(policy: Policy, groups: int, hosts: int) -> bool:
-    """Whether ``rebalance`` keeps groups of experts on hosts. If not, ``keep_in_place`` may swap the numbers of any two ranks."""
-    return policy != "global" and groups % hosts == 0
-
-
-def within_hosts(
-    load_LE: Float[np.ndarray, "L E"], expert_LE: Int[np.ndarray, "L E"], *, n_physical: int, ranks: int, hosts: int
-) -> Int[np.ndarray, "L P"]:
-    """Replicate each host's experts and pack the copies onto its ranks by load. expert_LE: all experts, ordered by host."""
-    layers, experts = expert_LE.shape
+    # Copy each host's experts, and pack the copies onto its ranks.
     expert_XM = expert_LE.reshape(layers * hosts, experts // hosts)
-    load_XM = np.take_along_axis(_to_weights(load_LE), expert_LE, axis=1).reshape(expert_XM.shape)
+    load_XM = np.take_along_axis(load_LE, expert_LE, axis=1).reshape(expert_XM.shape)
     item_XP, share_XP = _replicate(load_XM, n_physical // hosts, most=ranks // hosts)
     rank_XP, place_XP = pack(share_XP, item_XP, ranks // hosts)
     slot_XP = np.argsort(rank_XP * item_XP.shape[1] + place_XP, axis=1)
     item_XP, share_XP = (np.take_along_axis(array, slot_XP, axis=1) for array in (item_XP, share_XP))
     _separate_copies(item_XP, share_XP, ranks // hosts)
     return np.take_along_axis(expert_XM, item_XP, axis=1).reshape(layers, n_physical).astype(np.int32)
+
+
+def by_host(policy: Policy, groups: int, hosts: int) -> bool:
+    """Whether ``rebalance`` keeps groups of experts on hosts. If not, ``keep_in_place`` may swap the numbers of any two ranks."""
+    return policy != "global" and groups % hosts == 0
 
 
 def rank_loads(
@@ -173,21 +174,6 @@ def check_load(load_LE: Float[np.ndarray, "L E"]) -> Float[np.ndarray, "L E"]:
             f"load of shape {load_LE.shape}; expected finite counts of tokens [layers, logical experts], none negative"
         )
     return load_LE
-
-
-def check_sizes(load_LE: np.ndarray, *, n_physical: int, ranks: int, groups: int, hosts: int) -> None:
-    """Raise ``MeshError`` if slots, ranks, hosts and groups do not divide evenly, or there are too few slots for the experts."""
-    experts = load_LE.shape[1]
-    if n_physical < experts or n_physical % ranks:
-        raise MeshError(
-            f"{n_physical} physical experts for {experts} logical ones on {ranks} ranks; expected at least "
-            f"{experts} and a multiple of {ranks}: {experts + -experts % ranks} is the least"
-        )
-    if hosts < 1 or ranks % hosts or groups < 1 or experts % groups:
-        raise MeshError(
-            f"{ranks} ranks on {hosts} hosts, {experts} experts in {groups} groups; expected as many ranks on each host and as "
-            "many experts in each group"
-        )
 
 
 def _replicate(load_XM: np.ndarray, slots: int, most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -268,12 +254,6 @@ def _separate_copies(item_XP: np.ndarray, share_XP: np.ndarray, ranks: int) -> N
                 shares_RS[rank, slot], shares_RS[other] = shares_RS[other], share
 
 
-def _to_weights(load_LE: np.ndarray) -> np.ndarray:
-    """Return load as weights: tiny ones for unused experts, so that these are spread out too; equal ones in a layer without load."""
-    total_L1 = load_LE.sum(axis=1, keepdims=True)
-    return np.where(total_L1 > 0, np.maximum(load_LE, total_L1 * 1e-12), 1.0)
-
-
 def _counts(held_RS: np.ndarray, experts: int) -> np.ndarray:
     """Return how often each row holds each expert: ``[rows, experts]``."""
     rows = np.arange(len(held_RS))[:, None]
@@ -291,14 +271,12 @@ def _renumber(stays_RR: np.ndarray, hosts: int) -> np.ndarray:
     from scipy.optimize import linear_sum_assignment  # half a second of imports, not needed for placing alone
 
     ranks_per_host = len(stays_RR) // hosts
+    blocks_HRHR = stays_RR.reshape(hosts, ranks_per_host, hosts, ranks_per_host)
     stays_HH, within = np.zeros((hosts, hosts)), {}
     for new in range(hosts):
         for old in range(hosts):
-            block = stays_RR[
-                new * ranks_per_host : (new + 1) * ranks_per_host, old * ranks_per_host : (old + 1) * ranks_per_host
-            ]
-            rows, columns = linear_sum_assignment(block, maximize=True)
-            stays_HH[new, old], within[new, old] = block[rows, columns].sum(), columns
+            rows, columns = linear_sum_assignment(blocks_HRHR[new, :, old], maximize=True)
+            stays_HH[new, old], within[new, old] = blocks_HRHR[new, rows, old, columns].sum(), columns
     _, host_H = linear_sum_assignment(stays_HH, maximize=True)
     return np.concatenate([old * ranks_per_host + within[new, old] for new, old in enumerate(host_H)])
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sharding.errors import MeshError
-from sharding.placement import CopyTables, Placement
+from sharding.placement import CopyTables, Placement, copy_tables
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,14 +27,9 @@ class LayerPlacements:
         rows.flags.writeable = False
         if rows.ndim != 2:
             raise MeshError(f"placements have the shape {rows.shape}, expected [layers, physical experts]")
-        placed = np.zeros((len(rows), max(self.n_logical, int(rows.max(initial=0)) + 1)), bool)
-        np.put_along_axis(placed, np.maximum(rows, 0), True, axis=1)
-        wrong = (
-            ~placed[:, : self.n_logical].all(axis=1) | placed[:, self.n_logical :].any(axis=1) | (rows < 0).any(axis=1)
-        )
-        for layer in np.flatnonzero(wrong):
+        for layer, row in enumerate(rows.tolist()):
             try:
-                Placement(tuple(rows[layer].tolist()), self.n_logical)
+                Placement(tuple(row), self.n_logical)
             except MeshError as error:
                 raise MeshError(f"MoE layer {layer}: {error}") from None
 
@@ -61,12 +56,7 @@ class LayerPlacements:
     @property
     def tables(self) -> CopyTables:
         """``physical_EC`` and ``copies_E`` of all layers, with a leading axis of layers; ``width`` copies wide."""
-        rows = [copy_tables(row, self.n_logical) for row in self.physical_to_logical]
-        if not rows:
-            return CopyTables(
-                np.zeros((0, self.n_logical, self.width), np.int32), np.zeros((0, self.n_logical), np.int32)
-            )
-        return CopyTables(*(np.stack(arrays) for arrays in zip(*rows, strict=True)))
+        return copy_tables(self.physical_to_logical, self.n_logical)
 
     def with_fused_shared(self, ranks: int) -> LayerPlacements:
         """Add one more expert, numbered ``n_logical``, with a slot on each of ``ranks`` ranks."""
@@ -82,23 +72,10 @@ class LayerPlacements:
 
     def logical_load(self, physical_load: np.ndarray) -> np.ndarray:
         """Sum counts over copies: ``[L, P]`` to ``[L, E]``. ``physical_load`` may have only the first layers."""
-        return np.stack(
-            [
-                np.bincount(row, weights, minlength=self.n_logical)
-                for row, weights in zip(self.physical_to_logical, physical_load, strict=False)
-            ]
-        ).astype(np.asarray(physical_load).dtype)
-
-
-def copy_tables(physical_to_logical: Sequence[int], n_logical: int) -> CopyTables:
-    """Return the tables of one layer, wide enough for any placement on the same number of slots."""
-    row = np.asarray(physical_to_logical)
-    copies = np.bincount(row, minlength=n_logical).astype(np.int32)
-    order = np.argsort(row, kind="stable")
-    turn = np.arange(len(row)) - np.repeat(np.cumsum(copies) - copies, copies)
-    physical = np.full((n_logical, len(row) - n_logical + 1), -1, np.int32)
-    physical[row[order], turn] = order
-    return CopyTables(physical, copies)
+        rows = self.physical_to_logical[: len(physical_load)]
+        total = np.zeros((len(rows), self.n_logical), np.asarray(physical_load).dtype)
+        np.add.at(total, (np.arange(len(rows))[:, None], rows), physical_load)
+        return total
 
 
 def exchange_rounds(

@@ -33,8 +33,7 @@ class CopyTables(NamedTuple):
 class Placement:
     """Assignment of logical experts to physical slots. Slots are numbered rank by rank, with the same number on each rank."""
 
-    # the logical expert in each physical slot. Every logical expert has at least one slot
-    physical_to_logical: tuple[int, ...]
+    physical_to_logical: tuple[int, ...]  # the logical expert in each physical slot; each has at least one
     n_logical: int
 
     def __post_init__(self):
@@ -87,23 +86,23 @@ class Placement:
 
     @property
     def tables(self) -> CopyTables:
-        """The padded tables that ``assign_copies`` reads."""
-        copies = np.array([len(slots) for slots in self.logical_to_physical], np.int32)
-        physical = np.full((self.n_logical, copies.max()), -1, np.int32)
-        for logical, slots in enumerate(self.logical_to_physical):
-            physical[logical, : len(slots)] = slots
-        return CopyTables(physical, copies)
+        """The padded tables that ``assign_copies`` reads, as wide as the expert with the most copies."""
+        physical_EC, copies_E = copy_tables(self.physical_to_logical, self.n_logical)
+        return CopyTables(physical_EC[:, : copies_E.max()], copies_E)
 
-    def tables_of(self, layers: int) -> CopyTables:
-        """Return ``tables`` repeated along a leading axis, for ``layers`` layers with the same placement."""
-        return CopyTables(*(np.repeat(array[None], layers, axis=0) for array in self.tables))
 
-    def logical_load(self, physical_load: np.ndarray) -> np.ndarray:
-        """Sum counts over copies: ``[..., n_physical]`` to ``[..., n_logical]``."""
-        physical_load = np.asarray(physical_load)
-        total = np.zeros((*physical_load.shape[:-1], self.n_logical), physical_load.dtype)
-        np.add.at(total, (..., np.asarray(self.physical_to_logical)), physical_load)
-        return total
+def copy_tables(physical_to_logical: Int[np.ndarray, "*L P"] | Sequence[int], n_logical: int) -> CopyTables:
+    """Return the tables of one layer, or of several along leading axes, wide enough for any placement on the same number of slots."""
+    logical = np.asarray(physical_to_logical)
+    *layers, slots = logical.shape
+    width = slots - n_logical + 1
+    order = np.argsort(logical, axis=-1, kind="stable")
+    sorted_logical = np.take_along_axis(logical, order, axis=-1)
+    copies = (logical[..., None, :] == np.arange(n_logical)[:, None]).sum(axis=-1, dtype=np.int32)
+    copy = np.arange(slots) - np.take_along_axis(np.cumsum(copies, axis=-1) - copies, sorted_logical, axis=-1)
+    physical = np.full((*layers, n_logical * width), -1, np.int32)
+    np.put_along_axis(physical, sorted_logical * width + copy, order, axis=-1)
+    return CopyTables(physical.reshape(*layers, n_logical, width), copies)
 
 
 def assign_copies(
@@ -116,13 +115,11 @@ def assign_copies(
 ) -> Int[Array, "T K"]:
     """Return the physical expert ids ``[T, K]`` of each token's logical ones, -1 for inactive tokens. Can be jitted.
 
-    A rank sends its active tokens for an expert to the copies round-robin, in token order, and rank r starts at copy r.
-    On each rank, and over ranks with one token each, the counts of two copies differ by at most 1.
+    A rank sends its active tokens for an expert to the copies round-robin, in token order, and rank r starts at copy r. On each rank, and
+    over ranks with one token each, the counts of two copies differ by at most 1. Tables of width 1 (no copies) cost one look-up.
 
     ranks: the T tokens are this many equal runs, one per DP rank. distance: distance of each run to each physical slot, from
         ``slot_distances``. If given, only the nearest copies are used, and balanced. first_rank: DP rank of the first run.
-
-    Tables of width 1 (no redundant copies) cost one look-up.
     """
     active_TK = jnp.broadcast_to(active_T[:, None], logical_TK.shape)
     if tables.physical_EC.shape[1] == 1:

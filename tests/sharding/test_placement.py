@@ -10,17 +10,15 @@ from sharding import MeshError, MeshSpec
 from sharding.placement import Placement, assign_copies, slot_distances
 
 
-def test_identity_returns_ids_unchanged_and_tables_and_loads_go_there_and_back():
+def test_identity_returns_ids_unchanged_and_tables_list_the_slots_of_each_expert():
     placement = Placement.identity(8)
     ids = jnp.array([[3, 1], [0, 7], [2, 2]])
     slots = assign_copies(placement.tables, ids, jnp.array([True, False, True]))
     np.testing.assert_array_equal(slots, [[3, 1], [-1, -1], [2, 2]])
-    np.testing.assert_array_equal(placement.tables_of(3).copies_E, np.ones((3, 8)))
     placement = Placement((0, 2, 1, 0, 2, 0), 3)
     assert placement.logical_to_physical == ((0, 3, 5), (2,), (1, 4))
     np.testing.assert_array_equal(placement.tables.physical_EC, [[0, 3, 5], [2, -1, -1], [1, 4, -1]])
     np.testing.assert_array_equal(placement.tables.copies_E, [3, 1, 2])
-    np.testing.assert_array_equal(placement.logical_load(np.array([[1, 10, 100, 2, 20, 4]])), [[7, 100, 30]])
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

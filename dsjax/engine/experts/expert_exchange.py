@@ -18,8 +18,9 @@ from dsjax.engine.device.access import DeviceAccess, Pending, Running
 from dsjax.engine.device.expert_programs import ExpertLayers, expert_layers, pack_moves, pack_slots
 from dsjax.engine.experts.expert_part import ExpertPart, describe_error
 from sharding.dispatch.statistics import tokens_per_physical_expert
-from sharding.layer_placement import LayerPlacements, copy_tables
+from sharding.layer_placement import LayerPlacements
 from sharding.mesh import hosts_of_experts
+from sharding.placement import copy_tables
 
 Reload = Callable[[list[str], LayerPlacements], Mapping[str, Array]]
 """Reloads the parameters with these paths from the checkpoint, for a given expert placement."""

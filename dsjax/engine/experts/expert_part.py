@@ -22,7 +22,8 @@ from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, H
 from dsjax.engine.device.expert_programs import expert_bytes, put_tables
 from dsjax.engine.experts.eplb import Exchanged, ExpertMover, ExpertSlots, LoadWindow
 from dsjax.model.parameter_counts import parameter_counts
-from sharding.layer_placement import LayerPlacements, copy_tables
+from sharding.layer_placement import LayerPlacements
+from sharding.placement import copy_tables
 
 _log = logging.getLogger(__name__)
 
