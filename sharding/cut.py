@@ -14,9 +14,11 @@ traces the function once, cuts it at this work, and determines which values each
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -178,13 +180,9 @@ def lower_cut(function: Callable, *arguments: Any, donate_argnum: int, worker: W
     counts = np.cumsum([0, *map(len, leaves)])
     given_away = set(jaxpr.jaxpr.invars[counts[donate_argnum] : counts[donate_argnum + 1]])
     kept = set(jaxpr.jaxpr.invars) - given_away
-    runs: list[list] = [[]]
-    for equation in jaxpr.jaxpr.eqns:
-        if equation.primitive is _outside:
-            runs += [[equation], []]
-        else:
-            runs[-1].append(equation)
-    runs = [run for number, run in enumerate(runs) if run or number == len(runs) - 1]
+    runs = [list(run) for _, run in groupby(jaxpr.jaxpr.eqns, lambda one: one.primitive is _outside and id(one))]
+    if not runs or runs[-1][0].primitive is _outside:
+        runs.append([])
     constants = set(jaxpr.jaxpr.constvars)
     made = [{out for equation in run for out in equation.outvars} for run in runs]
     read = [_read_by(run, own | constants) for run, own in zip(runs, made, strict=True)]
@@ -196,8 +194,7 @@ def lower_cut(function: Callable, *arguments: Any, donate_argnum: int, worker: W
         is_outside = bool(run) and run[0].primitive is _outside
         takes = list(run[0].invars) if is_outside else list(read[place])
         gives = [out for equation in run for out in equation.outvars if is_outside or out in later]
-        gone = [v not in later and v not in kept for v in takes]
-        donates = tuple(place for place, free in enumerate(gone) if free)
+        donates = tuple(place for place, value in enumerate(takes) if value not in later and value not in kept)
         if not is_outside:
             donates = _usable(takes, gives, donates)
         pieces.append(_Piece(run, takes, gives, donates))
@@ -212,14 +209,14 @@ def _read_by(equations: list, others: set) -> dict:
 
 def _usable(takes: list, gives: list, donates: tuple[int, ...]) -> tuple[int, ...]:
     """Return the ``donates`` whose memory a result of the same shape and dtype can reuse; JAX warns about others."""
-    room: dict[tuple, int] = {}
-    for variable in gives:
-        key = variable.aval.shape, variable.aval.dtype
-        room[key] = room.get(key, 0) + 1
+    room = Counter(_kind(variable) for variable in gives)
     usable = []
     for place in donates:
-        key = takes[place].aval.shape, takes[place].aval.dtype
-        if room.get(key, 0):
-            room[key] -= 1
+        if room[_kind(takes[place])]:
+            room[_kind(takes[place])] -= 1
             usable.append(place)
     return tuple(usable)
+
+
+def _kind(variable: Any) -> tuple:
+    return variable.aval.shape, variable.aval.dtype

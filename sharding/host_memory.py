@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from sharding import jax_internals
+from sharding.on_ranks import on_ranks
 
 HOST = "pinned_host"
 """JAX's memory kind for host memory that a device can read."""
@@ -49,5 +50,4 @@ def rows_from_host(table: Array, indices: Int[Array, "B *t"], mesh: Mesh, batch_
         return jax.device_put(gather(table, jax.device_put(indices, jax.memory.Space.Host)), jax.memory.Space.Device)
 
     over_batch = P(batch_axes)
-    run = jax.shard_map(look_up, mesh=mesh, in_specs=(P(), over_batch), out_specs=over_batch, check_vma=False)
-    return run(table, indices)
+    return on_ranks(look_up, mesh, (P(), over_batch), over_batch)(table, indices)

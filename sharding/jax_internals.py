@@ -94,6 +94,7 @@ def keep_programs_of_every_process() -> None:
     By default only process 0 writes, so the other hosts of a mesh find nothing after a restart. JAX also writes in place: a killed process
     leaves a partial entry that is never replaced.
     """
+    import jax
     from jax._src import compiler, lru_cache
 
     write = compiler._cache_write
@@ -103,7 +104,7 @@ def keep_programs_of_every_process() -> None:
     def write_of_every_process(key: str, seconds: float, name: str, backend: Any, executable: Any, *rest: Any) -> None:
         if distributed_state().process_id == 0:
             write(key, seconds, name, backend, executable, *rest)
-        elif seconds >= jax_setting("persistent_cache_min_compile_time_secs") and not any(rest):
+        elif seconds >= jax.config.jax_persistent_cache_min_compile_time_secs and not any(rest):
             try:
                 compilation_cache().put_executable_and_time(key, name, executable, backend, int(seconds))
             except Exception as error:  # as in JAX: a program that cannot be cached is compiled again
@@ -131,20 +132,6 @@ def keep_programs_of_every_process() -> None:
             raise
 
     lru_cache.LRUCache.put = put_whole
-
-
-def jax_setting(name: str) -> Any:
-    """Return the value of a JAX setting in this thread."""
-    from jax._src import config
-
-    return getattr(config, name).value
-
-
-def all_settings() -> dict[str, Any]:
-    """Return all of JAX's settings by name, as set by command-line flags, the environment and ``jax.config.update``."""
-    import jax
-
-    return dict(jax.config.values)
 
 
 def topology_fingerprint(devices: Iterable[Any]) -> int:

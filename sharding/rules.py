@@ -79,7 +79,7 @@ class Rules:
         """
         entries, taken = [], {}
         for name in axes:
-            mesh_axes = () if name is None else self._lookup(name)
+            mesh_axes = self._lookup(name)
             for axis in mesh_axes:
                 if axis in taken:
                     raise MeshError(
@@ -98,7 +98,7 @@ class Rules:
         """
         spec = self.spec(axes)
         for name, size, entry in zip(axes, shape, spec, strict=True):
-            ways = math.prod(mesh.shape[axis] for axis in axes_of(entry))
+            ways = self.ways(mesh, name)
             if size % ways:
                 raise MeshError(
                     f"axis {name!r} of size {size} is not divisible by {ways} (mesh axes {entry}); "
@@ -107,18 +107,13 @@ class Rules:
         sharding = NamedSharding(mesh, spec)
         return host_sharding(sharding) if self.in_host.intersection(axes) else sharding
 
-    def ways(self, mesh: Mesh, name: str) -> int:
-        """Return the number of shards of a logical axis on ``mesh``."""
+    def ways(self, mesh: Mesh, name: str | None) -> int:
+        """Return the number of shards of a logical axis on ``mesh``; 1 for None."""
         return math.prod(mesh.shape[axis] for axis in self._lookup(name))
 
-    def _lookup(self, name: str) -> tuple[str, ...]:
+    def _lookup(self, name: str | None) -> tuple[str, ...]:
+        if name is None:
+            return ()
         if name not in self.table:
             raise MeshError(f"no rule for logical axis {name!r}; the names are {sorted(self.table)}")
         return self.table[name]
-
-
-def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the mesh axes of one entry of a ``PartitionSpec``, which JAX may abbreviate."""
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else entry

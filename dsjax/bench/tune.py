@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding
 
 from dsjax.bench.modules.timing import TOO_NOISY, Budget, device_loop
 from dsjax.config import ModelConfig
@@ -26,7 +27,6 @@ from dsjax.kernels.pallas.tile_table import ATTENTION, Product, TileTable, Tuned
 from dsjax.model.cache_groups import CacheGroup, cache_groups
 from dsjax.model.parameters import ParameterInfo
 from sharding import MeshSpec, Rules, fp8
-from sharding.rules import axes_of
 
 STACK_BYTES = 2**30
 """Bytes of matrices that timing cycles through, so that each is evicted from the device's cache (50 MB on an H200) before its next use."""
@@ -74,7 +74,7 @@ def find_products(
 
     infos: of all parameters. n_physical: number of physical experts. quantises: whether activations are FP8 if the weights are.
     """
-    ways = dict(zip(spec.axes, spec.shape, strict=True))
+    mesh = AbstractMesh(spec.shape, spec.axes)
     found: list[Product] = []
     for path, info in infos.items():
         name = path.split(".")[-2]
@@ -82,8 +82,7 @@ def find_products(
         # Kernels for packed formats have no tile table.
         if not wanted or info.packed > 1 or name not in TUNED or ".compressor." in path:
             continue
-        split = zip(info.shape, rules.spec(info.logical_axes), strict=True)
-        local = [size // math.prod(ways[axis] for axis in axes_of(entry)) for size, entry in split]
+        local = list(NamedSharding(mesh, rules.spec(info.logical_axes)).shard_shape(info.shape))
         if info.depth_last:
             local.insert(2 if ".experts." in path else 1, local.pop())
         suffix = "_fp8" * (info.quantised and quantises)

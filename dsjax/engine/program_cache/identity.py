@@ -27,7 +27,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import sharding
 from dsjax.kernels.build import machine
-from sharding import jax_internals
 from sharding.cores import most_threads
 
 _ABOVE = frozenset({"serve", "dynamo", "bench", "top", "cli", "llm.py", "plan", "dryrun"})
@@ -150,9 +149,7 @@ def of_process(client: Any) -> str:
     if SOURCES.digest is None:
         raise NotDescribed("the sources of dsjax cannot be read")
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    settings = {
-        name: repr(value) for name, value in sorted(jax_internals.all_settings().items()) if not _NO_MATTER.search(name)
-    }
+    settings = {name: repr(value) for name, value in sorted(jax.config.values.items()) if not _NO_MATTER.search(name)}
     variables = {name: _with_file(os.environ.get(name, "")) for name in _VARIABLES}
     return digest(
         *(SOURCES.digest, versions, sys.version_info[:3], settings, variables),
