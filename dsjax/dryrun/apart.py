@@ -174,12 +174,7 @@ class _Reader:
         compiled = self.compiled
         outer_programs = [
             SideProgram(
-                f"{name}: {place}",
-                "attention",
-                times=1,
-                in_turn=False,
-                program=program,
-                report=self._attention(program),
+                f"{name}: {place}", "attention", 1, in_turn=False, program=program, report=self._attention(program)
             )
             for name, place, program in _named_outer_programs(compiled)
         ]
@@ -249,12 +244,8 @@ class _Reader:
     ) -> ProgramReport:
         trips = step_trip_counts(self.compiled.step, self.compiled.shape.groups, self.args.row_tokens, experts)
         timeline_cluster = cluster if self.timeline else None
-        return read_program(program, mesh, trips, flops, near(cluster), timeline_cluster=timeline_cluster)
-
-
-def near(machines: Cluster | None) -> int:
-    """Return the number of neighbouring devices joined by fast links."""
-    return machines.domain if machines else CPU_HOST_DEVICES
+        near = cluster.domain if cluster else CPU_HOST_DEVICES
+        return read_program(program, mesh, trips, flops, near, timeline_cluster=timeline_cluster)
 
 
 def _named_outer_programs(compiled: ApartStep) -> Iterator[tuple[str, str, CompiledProgram]]:

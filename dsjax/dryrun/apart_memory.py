@@ -9,22 +9,21 @@ from dataclasses import dataclass
 import jax
 
 from dsjax.dryrun.apart_compilation import ApartStep
-from dsjax.dryrun.compilation import CompiledProgram
 from dsjax.dryrun.memory import state_bytes
 from dsjax.model.parameters import device_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SideMemory:
     """Bytes of one device of a side."""
 
     weights: Mapping[str, int]  # by component
-    cache: int  # 0 on the expert side, as are the next two; all three as in `DeviceMemory`
-    state: int
-    inputs: int
+    cache: int = 0  # 0 on the expert side, as are the next two; all three as in `DeviceMemory`
+    state: int = 0
+    inputs: int = 0
     travelling: int  # buffers between a layer's programs (rows to send and received answers), for all micro-batches
     temporaries: int  # of the most demanding program
-    outputs: int  # of the programs outside the layers, except the cache
+    outputs: int = 0  # of the programs outside the layers, except the cache
 
     @property
     def weight_bytes(self) -> int:
@@ -82,12 +81,8 @@ def expert_memory(compiled: ApartStep) -> SideMemory:
         pass_buffers.append(sum(micro_batches) if compiled.one_process else max(micro_batches))
     return SideMemory(
         weights=device_bytes(compiled.experts.described()),
-        cache=0,
-        state=0,
-        inputs=0,
         travelling=max(pass_buffers, default=0),
         temporaries=_most_temporaries(expert_programs),
-        outputs=0,
     )
 
 
@@ -104,14 +99,3 @@ def _most_temporaries(programs: Iterable[jax.stages.Compiled]) -> int:
 def _device_bytes(array: jax.ShapeDtypeStruct) -> int:
     """Return the bytes of one device's shard."""
     return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-
-
-def program_bytes(program: CompiledProgram) -> dict[str, int]:
-    """Return one program's bytes on a device, as the compiler counts them."""
-    stats = program.compiled.memory_analysis()
-    return {
-        "arguments": stats.argument_size_in_bytes,
-        "outputs": stats.output_size_in_bytes,
-        "aliased": stats.alias_size_in_bytes,
-        "temporaries": stats.temp_size_in_bytes,
-    }

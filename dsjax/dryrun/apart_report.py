@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
-
 from dsjax.dryrun.apart_compilation import ApartStep
 from dsjax.dryrun.apart_memory import SideMemory
 from dsjax.dryrun.apart_timeline import ApartTimeline
 from dsjax.dryrun.report import memory_json
 from dsjax.dryrun.side_program import SideProgram
 from dsjax.hardware import Hardware
+from sharding.dispatch import even_routing_rows
 from sharding.dispatch.between import Between
 
 
@@ -57,14 +56,14 @@ class Links:
 
 def needed_share(between: Between) -> float:
     """Return the fraction of a device's rows that even routing sends to one expert device."""
-    return 1 - (1 - 1 / between.group.size) ** between.wire.top_k
+    return even_routing_rows(1, between.wire.top_k, between.group.size)
 
 
 def exchange_bytes(between: Between, fp8: bool, connections: int) -> dict[str, int]:
     """Return the bytes of one exchange per device and direction, and per connection (no empty rows; even routing)."""
     wire = dataclasses.replace(between.wire, fp8=fp8)
     row = wire.row_bytes
-    answer = between.columns * wire.width * jnp.dtype(wire.dtype).itemsize
+    answer = between.bytes_back
     senders, receivers, cells = between.senders, between.group.size, between.capacity
     sizes = {
         "attention_device_sends": receivers * cells * row,

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
 from dsjax.dryrun.side_program import SideProgram
 from dsjax.dryrun.timeline_trace import write_json
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Draw, Figure, Kind, drawing, drawn, spread
 from dsjax.plan.moves import AfdExchange, afd_exchange
 from dsjax.plan.turns import THREADS, LayerTimes, SimulatedLayers, simulate_layers
+from sharding.dispatch import even_routing_rows
 from sharding.dispatch.between import Between
 
 
@@ -93,9 +92,8 @@ class ApartTimeline:
 
 
 def _exchange(between: Between, attention: Cluster, experts: Cluster) -> AfdExchange:
-    answer_bytes = between.columns * between.wire.width * jnp.dtype(between.wire.dtype).itemsize
-    row_bytes = between.wire.row_bytes, answer_bytes
-    rows = between.rows * (1 - (1 - 1 / between.group.size) ** between.wire.top_k)  # mean rows, under even routing
+    row_bytes = between.wire.row_bytes, between.bytes_back
+    rows = even_routing_rows(between.rows, between.wire.top_k, between.group.size)
     return afd_exchange(attention, experts, between.senders, between.group.size, between.capacity, rows, row_bytes)
 
 

@@ -44,6 +44,12 @@ class CompiledProgram:
     lower_seconds: float
     compile_seconds: float
 
+    @property
+    def added_bytes(self) -> int:
+        """Bytes of temporaries and of outputs that alias no argument: the program's memory beside its arguments."""
+        memory = self.compiled.memory_analysis()
+        return memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+
     def text(self) -> str:
         """Return the compiled program as XLA prints it.
 
@@ -70,11 +76,8 @@ class CompiledExchange:
 
     @property
     def temporaries(self) -> int:
-        """Bytes of temporaries and non-aliased outputs of the larger program: its memory besides weights, staging buffer and state."""
-        memories = [program.compiled.memory_analysis() for program in (self.stage, self.place)]
-        return max(
-            memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes for memory in memories
-        )
+        """``added_bytes`` of the larger program."""
+        return max(self.stage.added_bytes, self.place.added_bytes)
 
 
 @dataclass(frozen=True)

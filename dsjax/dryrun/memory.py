@@ -52,7 +52,6 @@ class DeviceMemory:
         )
         groups = (group for group in compiled.step.cache_groups if group.table == "window")
         windows = {name: compiled.state.cache[name] for group in groups for name in group.arrays}
-        after = compiled.drafts.compiled.memory_analysis() if compiled.drafts else None
         return cls(
             weights=device_bytes(compiled.params),
             cache=sum(device_bytes(compiled.state.cache).values()),
@@ -63,7 +62,7 @@ class DeviceMemory:
             outputs=stats.output_size_in_bytes,
             aliased=stats.alias_size_in_bytes,
             temporaries=stats.temp_size_in_bytes,
-            drafting=after.output_size_in_bytes - after.alias_size_in_bytes + after.temp_size_in_bytes if after else 0,
+            drafting=compiled.drafts.added_bytes if compiled.drafts else 0,
             staging=staging_bytes(compiled.step) if compiled.exchange else 0,
             moving=compiled.exchange.temporaries if compiled.exchange else 0,
             host=host,

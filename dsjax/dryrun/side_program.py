@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dsjax.dryrun.apart_memory import program_bytes
 from dsjax.dryrun.compilation import CompiledProgram
 from dsjax.dryrun.report import ProgramReport
 
@@ -22,11 +21,12 @@ class SideProgram:
     report: ProgramReport
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "name": self.name,
-            "side": self.side,
-            "times": self.times,
-            "bytes": program_bytes(self.program),
-            **self.report.to_json(),
+        """Plain data. `bytes`: on a device, as the compiler counts them."""
+        memory = self.program.compiled.memory_analysis()
+        sizes = {
+            "arguments": memory.argument_size_in_bytes,
+            "outputs": memory.output_size_in_bytes,
+            "aliased": memory.alias_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes,
         }
+        return {"name": self.name, "side": self.side, "times": self.times, "bytes": sizes, **self.report.to_json()}

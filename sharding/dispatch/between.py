@@ -11,10 +11,8 @@ Within one mesh, a collective moves the rows. Here, three programs and two host 
     | tokens' mesh  | ``Between.add``: sum each token's results, in the order of choices or of expert devices   |
 
 Shapes are static: in one round, a token device sends at most ``capacity`` rows to each expert device. Further rows need further rounds:
-call ``pack`` with the round's number ``r``, ``store_terms`` with its results, and ``sum_terms`` at the end. ``pack`` returns the counts for
-``rounds``.
-
-The experts' mesh runs no collective and keeps no state, so another mesh can replace it between two calls.
+call ``pack`` with the round's number ``r``, ``store_terms`` with its results, and ``sum_terms`` at the end. The experts' mesh runs no
+collective and keeps no state, so another mesh can replace it between two calls.
 """
 
 from __future__ import annotations
@@ -39,6 +37,7 @@ from sharding.dispatch.statistics import DispatchStatistics
 from sharding.dispatch.wire import WireFormat
 from sharding.indices import counted
 from sharding.mesh import MeshSpec
+from sharding.on_ranks import on_ranks
 from sharding.sums import add_in_order
 
 
@@ -159,11 +158,7 @@ class Between:
 
     def loads(self, slots_TK: Int[Array, "T K"]) -> Int[Array, "S X"]:
         """Return the number of tokens per token device and physical expert. Inside ``jit``. slots_TK: as in ``pack``."""
-
-        def on_device(slots_TK, _):
-            return counted(slots_TK, self.experts)[None]
-
-        return self._on_tokens(on_device, self._padded(slots_TK), 0)
+        return self._on_tokens(lambda slots_TK, _: counted(slots_TK, self.experts)[None], self._padded(slots_TK), 0)
 
     def add(self, returned: Sequence[Float[Array, "M D"]], slots_TK: Int[Array, "T K"]) -> Float[Array, "T D"]:
         """Return each token's sum of the results of a single round. Inside ``jit`` on the tokens' mesh. slots_TK: as in ``pack``."""
@@ -190,11 +185,9 @@ class Between:
 
     def sum_terms(self, terms_NKD: Float[Array, "N K D"], slots_TK: Int[Array, "T K"]) -> Float[Array, "T D"]:
         """Return each token's sum of the terms of all rounds. Inside ``jit`` on the tokens' mesh."""
-
-        def on_device(slots_TK, terms_TKD, _):
-            return self._sum(terms_TKD, slots_TK)
-
-        y_TD = self._on_tokens(on_device, self._padded(slots_TK), terms_NKD, 0)
+        y_TD = self._on_tokens(
+            lambda slots_TK, terms, _: self._sum(terms, slots_TK), self._padded(slots_TK), terms_NKD, 0
+        )
         return unpad_per_dp_rank(y_TD, self.tokens, self.spec.dp_size)
 
     def statistics(self, counts: Mapping[str, np.ndarray], *, padded: bool) -> DispatchStatistics:
@@ -222,13 +215,11 @@ class Between:
         route, K = plan_route(self.group, slots_TK), slots_TK.shape[1]
         place_TK = route.place_TK - r * self.capacity
         is_returned_TK = (slots_TK >= 0) & (place_TK >= 0) & (place_TK < self.capacity)
-        if not self.returns_terms:
+        if self.returns_terms:  # one column per local expert or per choice
+            column_TK = slots_TK % self.group.experts if self.columns < K else jnp.arange(K)
+        else:
             is_returned_TK &= route.sends_TK  # one choice of each row has the sum
             column_TK = jnp.int32(0)
-        elif self.columns < K:  # one column per local expert
-            column_TK = slots_TK % self.group.experts
-        else:  # one column per choice
-            column_TK = jnp.arange(K)
         index_TK = (route.rank_TK * self.capacity + place_TK) * self.columns + column_TK
         results = jnp.concatenate(returned) if len(returned) > 1 else returned[0]
         terms_TKD = results.take(jnp.where(is_returned_TK, index_TK, 0), axis=0, mode="clip")
@@ -248,7 +239,7 @@ class Between:
         """Run ``part`` on each device's shard of the inputs. The last input, the round's number, is replicated."""
         over_tokens = P(self.spec.token_axes)
         specs = (*[over_tokens] * (len(inputs) - 1), P())
-        run = jax.shard_map(part, mesh=self.mesh, in_specs=specs, out_specs=over_tokens, check_vma=False)
+        run = on_ranks(part, self.mesh, specs, over_tokens)
         return jax.named_scope("dispatch")(run)(*inputs[:-1], jnp.int32(inputs[-1]))
 
 
@@ -295,14 +286,8 @@ class ExpertHalf:
             results, _ = compute(rows_ND, slots_NK - self.first * self.experts, weights_NK)
             return list(results.reshape(len(arrivals), -1, self.wire.width))
 
-        over_experts = P(self.spec.token_axes)
-        run = jax.shard_map(
-            on_device,
-            mesh=self.mesh,
-            in_specs=([over_experts] * len(arrivals), experts.param_specs),
-            out_specs=[over_experts] * len(arrivals),
-            check_vma=False,
-        )
+        over_experts = [P(self.spec.token_axes)] * len(arrivals)
+        run = on_ranks(on_device, self.mesh, (over_experts, experts.param_specs), over_experts)
         return jax.named_scope("dispatch")(run)(list(arrivals), experts.params)
 
 
