@@ -11,9 +11,8 @@ _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 def available_cores(proc: Path = _PROC, cgroup: Path = _CGROUP) -> float:
     """Return the CPU time available to this process, in cores. A quota can make this a fraction.
 
-    A container with `--cpus 2` sees all cores of the machine. With one thread per core, it exhausts its quota early in each period and is
-    throttled for the rest. The quota is the minimum over the process's cgroup and its ancestors, in version 2 (`cpu.max`) and version 1
-    (`cpu.cfs_quota_us`).
+    A container with `--cpus 2` sees all cores of the machine; with a thread on each, it is throttled for most of each period. The quota is
+    the minimum over the process's cgroup and its ancestors, in version 2 (`cpu.max`) and version 1 (`cpu.cfs_quota_us`).
     """
     cores: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([cores, *_quotas(proc, cgroup)])

@@ -18,15 +18,11 @@ _COUNT_FLAG = "--xla_force_host_platform_device_count"
 def emulate_devices(count: int) -> None:
     """Make sure that JAX's CPU backend will have at least ``count`` devices, without starting it.
 
-    Has no effect on accelerators: the flags concern XLA's CPU platform only. Call it before anything calls
-    ``jax.devices()``. A running backend gets no more devices, and ``MeshSpec.build`` raises an error if it has too few.
+    Call it before anything calls ``jax.devices()``. Has no effect on accelerators, on a backend that runs, and if ``count`` exceeds
+    ``most_devices()``, because XLA would abort the process or be silent for minutes. ``MeshSpec.build`` raises an error if devices lack.
 
-    ``PJRT_NPROC`` sets the size of the thread pool that runs the devices' programs. Each device of a collective occupies a
-    thread while it waits for the others, so a pool smaller than the mesh deadlocks; twice the number of devices was safe. The pool
-    gets at least one thread per core that this process may use. By default XLA takes one per core of the machine.
-
-    If ``count`` exceeds ``most_devices()``, no devices are emulated, because XLA would abort the process or be silent for
-    minutes. ``MeshSpec.build`` then raises an error.
+    ``PJRT_NPROC`` sets the size of the thread pool that runs the devices' programs. Each device of a collective occupies a thread while it
+    waits for the others, so a pool smaller than the mesh deadlocks; twice the number of devices is safe.
     """
     if count < 1:
         raise ValueError(f"found {count} devices to emulate, expected at least 1")

@@ -22,9 +22,8 @@ LARGEST = 448.0
 LEAST = 1e-10
 """Smallest magnitude that determines a scale. Below about 5e-36 a scale would be a denormal, which XLA takes for 0, and 0 ÷ 0 is NaN.
 
-vLLM and SGLang use the same bound in `per_token_group_quant_fp8` (`eps`). DeepGEMM, DeepEP (`kFP8Margin`) and the inference code of
-DeepSeek-V3.2 use 1e-4; the code of DeepSeek-V3 and transformers have no bound. Blocks above the bound are unchanged. A block with the
-largest magnitude 1e-6 keeps e4m3's three mantissa bits down to 1/28,672 of it; with the bound 1e-4 it would only down to 1/287.
+vLLM and SGLang use the same bound in `per_token_group_quant_fp8` (`eps`). DeepGEMM, DeepEP (`kFP8Margin`) and DeepSeek-V3.2's code use
+1e-4, which costs precision in blocks of small magnitudes; the code of DeepSeek-V3 and transformers have no bound.
 """
 LEAST_NORMAL = float(np.finfo(np.float32).tiny)
 """Blocks of smaller magnitudes count as zeros and get the scale 1, because XLA takes denormals for zeros and NumPy does not."""

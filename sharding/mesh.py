@@ -25,12 +25,11 @@ USER_AXES = ("pp", "dp", "tp", "ep", "etp")
 class MeshSpec:
     """The user's mesh sizes, and the physical mesh that they define.
 
-    There are ``pp_size`` pipeline stages, each with consecutive layers on its own mesh; everything else here describes one stage
-    (``stage``). ``dp_size`` attention replicas have ``tp_size`` devices each. ``ep_size`` groups of ``etp_size`` devices together hold one
-    copy of all routed experts; each expert is split over a group (Megatron-Core's expert model and expert tensor parallel sizes). The
-    physical mesh has the axes ``("dp", "ep", "tp")``: ``tp`` as given, ``ep`` the DP ranks over which whole experts are spread, ``dp`` the
-    number of copies. If an expert is split over several DP ranks, an axis ``"etp"`` precedes ``tp``. All axis tuples for sharding arrays
-    are properties here, so that no other file spells them out.
+    There are ``pp_size`` pipeline stages, each with consecutive layers on its own mesh; all else here describes one ``stage``. ``dp_size``
+    attention replicas have ``tp_size`` devices each. ``ep_size`` groups of ``etp_size`` devices together hold one copy of all routed
+    experts; each expert is split over a group (Megatron-Core's expert model and expert tensor parallel sizes). The physical mesh has the
+    axes ``("dp", "ep", "tp")``: ``tp`` as given, ``ep`` the DP ranks over which whole experts are spread, ``dp`` the number of copies.
+    If an expert is split over several DP ranks, an axis ``"etp"`` precedes ``tp``. No other file spells out the axes.
     """
 
     dp_size: int = 1
@@ -95,9 +94,7 @@ class MeshSpec:
             if size < 1:
                 raise MeshError(f"mesh {text!r}: {name}={size}, expected a size of at least 1")
             sizes[name] = size
-        return cls(
-            *(sizes.get(name, default) for name, default in (("dp", 1), ("tp", 1), ("ep", 0), ("etp", 0), ("pp", 1)))
-        )
+        return cls(**{f"{name}_size": size for name, size in sizes.items()})
 
     def __str__(self) -> str:
         parts = [f"pp={self.pp_size}"] if self.pp_size > 1 else []
@@ -229,8 +226,7 @@ class MeshSpec:
                 f"{physical} physical experts ({experts} + {redundant} redundant) are not divisible by ep={self.ep_size}; "
                 f"the least number of redundant experts that fits is {least}"
             )
-        widths = dict(dense_widths or {})
-        split_widths = {name: (width, self.tp_size, "tp") for name, width in widths.items()}
+        split_widths = {name: (width, self.tp_size, "tp") for name, width in (dense_widths or {}).items()}
         if experts:
             axis = "tp" if self.expert_width_axes == ("tp",) else "etp"
             split_widths["expert width"] = (expert_width, self.expert_width_shards, axis)
@@ -302,25 +298,21 @@ def device_order(device: jax.Device) -> tuple[int, int, int]:
 def joined_neighbours(mesh: jax.sharding.Mesh) -> int | None:
     """Return how many neighbours in a mesh are joined by fast links; None if the number is not the same everywhere.
 
-    JAX reports joined accelerators as slices: the chips that ICI joins, or the GPUs of a host or of one NVLink domain. CPU devices, and
-    devices without a slice, count as joined if they belong to one process.
+    Joined are the devices of one of JAX's slices (ICI, or an NVLink domain); CPU devices and devices without a slice, those of one process.
     """
     devices = list(mesh.devices.flat)
-    slices = [getattr(device, "slice_index", None) for device in devices]
-    if devices[0].platform == "cpu" or None in slices:
+    owners = [getattr(device, "slice_index", None) for device in devices]
+    if devices[0].platform == "cpu" or None in owners:
         owners = [device.process_index for device in devices]
-    else:
-        owners = slices
     count = owners.count(owners[0])
     runs = [owners[at : at + count] for at in range(0, len(owners), count)]
     return count if all(len(set(run)) == 1 for run in runs) and len({run[0] for run in runs}) == len(runs) else None
 
 
 def hosts_of_experts(devices: np.ndarray, ranks: int) -> int:
-    """Return the number of hosts of a copy of the experts; 1 unless every host has equally many neighbouring ranks of every copy.
+    """Return the number of hosts (processes) of a copy of the experts; 1 unless each has equally many neighbouring ranks of every copy.
 
-    devices: devices of a mesh, with the copies along the first axis. ranks: ranks of an EP group. A host is a process. Also return 1 if
-    devices share the width of experts, because a rank is then several devices.
+    devices: devices of a mesh, with the copies along the first axis. ranks: ranks of an EP group; also 1 if a rank is several devices.
     """
     copies = [[device.process_index for device in copy.flat] for copy in devices]
     hosts = len(set(copies[0]))

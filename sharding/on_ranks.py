@@ -1,10 +1,7 @@
 """Run per-rank code inside a ``shard_map`` region, opened either by the code itself or by its caller.
 
-A region is a ``jax.shard_map`` over all axes of a mesh. Inside a region, every array is one rank's shard, so sharding constraints do not
-apply, and a rank without tokens can skip work. Outside a region this is impossible, because XLA's partitioner runs the same operations on
-all ranks.
-
-The type of the mesh tells the code where it is traced: ``Mesh`` outside a region, ``OneRank`` inside.
+A region is a ``jax.shard_map`` over all axes of a mesh. Inside, every array is one rank's shard, so sharding constraints do not apply, and
+a rank without tokens can skip work. The type of the mesh tells the code where it is traced: ``Mesh`` outside, ``OneRank`` inside.
 """
 
 from __future__ import annotations

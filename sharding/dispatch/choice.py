@@ -27,24 +27,19 @@ def choose_method(
     A method requested by name is used, except that ``hierarchical`` needs several hosts with several ranks each and otherwise becomes
     ``padded``. ``auto`` decides by the number of tokens, which reflects the phase (prefill or decode).
 
-    tokens: tokens of one rank (per chunk); top_k: experts per token; ranks: ranks over which whole experts are spread (1 if only
-    their width is split: then only ``gather`` applies); overlapped, routed_groups: as in ``DispatchConfig``; in_memory: whether rows
-    are exchanged in memory, as in ``DispatchConfig``. ``auto`` does so for an FP8 wire, a split width and experts without native
-    kernels; other experts read tokens in place. on_host: ranks that share each host; 1 if hosts are unknown.
+    tokens: tokens of one rank (per chunk); top_k: experts per token; ranks: ranks over which whole experts are spread; on_host: ranks that
+    share each host, 1 if hosts are unknown; overlapped, routed_groups: as in ``DispatchConfig``; in_memory: whether rows are exchanged in
+    memory, which ``auto`` does if experts cannot read tokens in place (FP8 wire, split width, no native kernels).
 
-    - ``gather`` if no method could move fewer rows: when ``padded``'s capacity is all of a rank's tokens (few tokens, or so
-      few ranks that a token has an expert nearly everywhere). Two collectives, no queues. Between hosts a ring brings each row to a
-      host once, as ``hierarchical`` does.
-    - On emulated CPU devices ``gather`` was the fastest at every size measured: between 32 devices an all-gather takes 1.2 ms, and an
-      all-to-all of as many rows, which copies each pair's block separately, 3 to 5 ms; ``ragged`` is emulated by padding. But each
-      device then holds every token of the group, all in the host's memory: above ``CPU_GATHER_TOKENS`` tokens ``padded`` is used, whose
-      buffers are smaller (a third, on 32 ranks). If rows are exchanged in memory, an all-to-all costs no more than other exchanges, and
-      every row that is not copied saves time: the threshold is then ``IN_MEMORY_GATHER_TOKENS``.
-    - On accelerators ``hierarchical`` if the ranks are on several hosts, several on each, and sending between hosts and then
-      inside them takes less time (``crosses_cheaper``). With many hosts, a token rarely has two experts on the same one.
-    - Otherwise on accelerators ``padded`` for decode, up to ``PADDED_TOKENS``, where latency counts and no sizes should be
-      exchanged first; ``ragged`` for prefill, where bytes count. DeepEP's low-latency and normal kernels divide the work the same
-      way; the threshold is not measured here.
+    - ``gather`` if no method could move fewer rows: if ``padded``'s capacity is all of a rank's tokens (few tokens, or so few ranks that a
+      token has an expert nearly everywhere). Between hosts, a ring brings each row to a host once, as ``hierarchical`` does.
+    - On emulated CPU devices ``gather`` is the fastest at every size: between 32 devices an all-gather takes 1.2 ms, an all-to-all of as
+      many rows 3 to 5 ms, because it copies each pair's block separately. But each device then holds every token of the group: above
+      ``CPU_GATHER_TOKENS``, ``padded`` needs a third of the memory on 32 ranks. If rows are exchanged in memory, an all-to-all costs no
+      more, and fewer rows save time: the threshold is ``IN_MEMORY_GATHER_TOKENS``.
+    - On accelerators ``hierarchical`` if several hosts have several ranks each, and two stages take less time (``crosses_cheaper``).
+    - Otherwise ``padded`` for decode, up to ``PADDED_TOKENS``, where latency counts and no sizes should be exchanged first, and ``ragged``
+      for prefill, where bytes count. DeepEP's low-latency and normal kernels divide the work the same way; the threshold is not measured.
     """
     in_two_stages = on_host not in (1, ranks)
     if method != "auto":

@@ -24,9 +24,8 @@ class DispatchConfig:
         class (``sharding.dispatch.Method``).
     capacity: rows that one rank may send to another in one round of ``padded``, of ``hierarchical`` or of the emulated ``ragged``;
         None applies ``default_capacity``. Tokens over capacity go in further rounds.
-    devices_per_host: neighbours in the mesh that share a host. ``hierarchical`` needs it, also when ``auto`` chooses the method. None:
-        hosts are unknown. If the ranks of an EP group are all on one host, or all on different hosts, ``hierarchical`` is ``padded``. For
-        ``hierarchical``, ``capacity`` is the rows for another rank; a host has room for as many rows as all of its ranks.
+    devices_per_host: neighbours in the mesh that share a host; None: hosts are unknown. Without several ranks of an EP group on each of
+        several hosts, ``hierarchical`` is ``padded``. Its ``capacity`` is the rows for a rank; a host has room for those of all its ranks.
     routed_groups: (router groups, groups that contain a token's experts), if a host holds whole groups or a group spans whole hosts:
         ``hierarchical`` then sizes its buffers for the hosts that a token can reach. None: any expert may be chosen.
     wire: ``compute`` sends rows in their own dtype; ``fp8`` sends e4m3 with a float32 scale per 128 values. Combine
@@ -34,14 +33,12 @@ class DispatchConfig:
     chunk_tokens: most tokens per rank in one exchange; larger inputs go through a ``lax.scan``. None: no limit.
     report: whether ``dispatch`` also returns counts (tokens per expert, rows, rounds).
     overlapped: whether something else is computed while rows travel. ``auto`` then never chooses ``ragged``, which XLA's GPU scheduler
-        does not overlap with anything (``docs/dryrun.md``), and the default capacity is rounded up to a multiple of 4 instead of 8,
-        because each half batch has its own.
+        does not overlap with anything, and the default capacity is a multiple of 4 instead of 8, because each half batch has its own.
     by_choice: whether the results of a token's experts return separately and are added on the token's rank, in the order of its choices.
         A token's sum then has the same bits for any method, mesh and placement of experts (``docs/exactness.md``). Otherwise a rank adds
         up the results of its experts before it returns them, which moves fewer rows.
-    in_memory: carries rows between devices of one process, instead of XLA's collectives. It requires ``by_choice``, and excludes
-        ``overlapped``, with which exchanges are not sequential. With it, ``auto`` sends nothing if experts can read tokens in place
-        (``sharding/dispatch/memory.py``). None: use XLA's collectives.
+    in_memory: carries rows between devices of one process; None: XLA's collectives do. It requires ``by_choice`` and sequential exchanges
+        (not ``overlapped``). With it, ``auto`` sends nothing if experts can read tokens in place (``sharding/dispatch/methods.py``).
     """
 
     method: Literal["auto", "gather", "padded", "ragged", "hierarchical"] | type[Method] = "auto"
@@ -81,11 +78,10 @@ class DispatchConfig:
 def default_capacity(tokens: int, top_k: int, ranks: int, overlapped: bool = False) -> int:
     """Return the rows that a rank may send to one other rank per round, if no capacity is configured.
 
-    tokens: tokens of the sending rank; ranks: size of the EP group. With even routing a token has an expert on a given
-    rank with probability ``p = 1 - (1 - 1/ranks)^top_k``; the rule takes the mean ``tokens * p`` plus four standard
-    deviations, rounds it up to a multiple of 8, or 4 where exchanges are ``overlapped``, and never exceeds ``tokens``, at which no second
-    round is possible. A further round (two more collectives for the whole group) is then rare under even routing, except if few
-    rows go to each of many ranks: with 64 choices on each of 32 ranks, some pair exceeds its 8 rows in one of six layers.
+    tokens: tokens of the sending rank; ranks: size of the EP group. With even routing, a token has an expert on a given rank with
+    probability ``p = 1 - (1 - 1/ranks)^top_k``. The result is the mean ``tokens * p`` plus four standard deviations, rounded up to a
+    multiple of 8 (4 if ``overlapped``), at most ``tokens``. A further round is then rare, except if few rows go to each of many ranks: with
+    64 choices on each of 32 ranks, some pair exceeds its 8 rows in one of six layers.
     """
     return _with_margin(tokens, 1.0 - (1.0 - 1.0 / ranks) ** top_k, overlapped)
 

@@ -1,10 +1,8 @@
 """The wire format: a token's row, its experts and their weights in one array of unsigned words.
 
-One array means one collective each way. Words are unsigned integers of the payload's width, because the CPU backend
-sends bfloat16 as float32 and FP8 as float16, and because no backend touches the bits of an integer.
-
-A packed row is ``[payload | scales | weights | ids | extra]``: D values in the compute dtype or e4m3; float32 scales (only
-with FP8); K float32 weights; K physical expert ids; one int32 the exchange may use.
+One array means one collective each way. Words are unsigned integers, whose bits no backend changes (the CPU backend sends bfloat16 as
+float32 and FP8 as float16). A packed row is ``[payload | scales | weights | ids | extra]``: D values in the compute dtype or e4m3; float32
+scales (only with FP8); K float32 weights; K physical expert ids; one int32 that the exchange may use.
 """
 
 from __future__ import annotations
@@ -80,7 +78,7 @@ class WireFormat:
         payload, scales = fp8.quantise(x_ND) if self.fp8 else (x_ND, None)
         values = [payload, scales, weights_NK, ids_NK, jnp.broadcast_to(extra, (x_ND.shape[0], 1))]
         words = [
-            _to_words(value.astype(dtype), self.word)
+            lax.bitcast_convert_type(value.astype(dtype), self.word).reshape(len(x_ND), -1)
             for value, (count, dtype) in zip(values, self.fields, strict=True)
             if count
         ]
@@ -116,8 +114,7 @@ class WireFormat:
 class PackedRows:
     """Packed token rows ``[N, D]``. ``take`` reads rows as from an array, and unpacks only these.
 
-    A rank's experts use a fraction of the rows that arrive (an eighth to a half of them in decode); unpacking (or, with FP8,
-    dequantising) all of them first would waste a pass over memory.
+    A rank's experts use an eighth to a half of the rows that arrive in decode; unpacking all of them would waste a pass over memory.
     """
 
     wire: WireFormat
@@ -143,11 +140,6 @@ class PackedRows:
         """Return rows of an FP8 wire by index (clipped), still quantised, so that FP8 GEMMs do not round them a second time."""
         values, scales, *_ = self.wire._split(self.words_NW.take(indices, axis=0, mode="clip"))
         return fp8.Quantised(values, scales)
-
-
-def _to_words(value: jax.Array, word: jnp.dtype) -> jax.Array:
-    words = lax.bitcast_convert_type(value, word)
-    return words.reshape(value.shape[0], -1)
 
 
 def _from_words(words: jax.Array, dtype: jnp.dtype) -> jax.Array:
