@@ -25,7 +25,8 @@ class DispatchStatistics:
         weighted sum for each row.
     rows_received_per_rank: ``[ranks]`` int64, rows that dispatch received from other devices.
     rounds: exchanges of the rank with the most in each layer, summed over layers. Tokens overflowed if more than ``layers × chunks``.
-    payload_bytes: bytes of rows and weighted sums sent. wire_bytes: all bytes that devices sent, with padding and sizes.
+    payload_bytes: bytes of rows and weighted sums sent. wire_bytes: all bytes that devices sent, with padding and sizes, but without the
+        rows of a fused shared expert whose width is split.
     """
 
     tokens_per_expert: np.ndarray
