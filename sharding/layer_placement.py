@@ -90,9 +90,7 @@ def exchange_rounds(
     """
     old, new = np.asarray(old), np.asarray(new)
     per_rank = len(old) // ranks
-    holders: dict[int, list[int]] = {}
-    for slot, expert in enumerate(old.tolist()):
-        holders.setdefault(expert, []).append(slot)
+    holders = {expert: np.flatnonzero(old == expert).tolist() for expert in np.unique(old).tolist()}
     sending = np.zeros(ranks, int)
     moves = []
     for slot in np.flatnonzero(old != new).tolist():

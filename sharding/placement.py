@@ -158,15 +158,12 @@ def slot_distances(spec: MeshSpec, hosts: Int[np.ndarray, "N"], n_physical: int)
     """
     sizes = dict(zip(spec.axes, spec.shape, strict=True))
     index = dict(zip(spec.axes, np.unravel_index(np.arange(spec.num_devices), spec.shape), strict=True))
-    place = np.zeros(spec.num_devices, np.int64)
-    for axis in spec.expert_axes:
-        place = place * sizes[axis] + index[axis]
+    place = np.ravel_multi_index([index[a] for a in spec.expert_axes], [sizes[a] for a in spec.expert_axes])
     rank, hosts = np.arange(spec.num_devices) // spec.tp_size, np.asarray(hosts)
+    away_NN = np.where(rank[:, None] == rank, 0, np.where(hosts[:, None] == hosts, 1, 2))
+    one, other = np.nonzero(index["dp"][:, None] == index["dp"])  # pairs of devices in one copy of the experts
     away = np.full((spec.dp_size, spec.ep_size), 2, np.int32)
-    for one in range(spec.num_devices):
-        for other in np.flatnonzero(index["dp"] == index["dp"][one]):
-            found = 0 if rank[one] == rank[other] else 1 if hosts[one] == hosts[other] else 2
-            away[rank[one], place[other]] = min(away[rank[one], place[other]], found)
+    np.minimum.at(away, (rank[one], place[other]), away_NN[one, other])
     return np.repeat(away, n_physical // spec.ep_size, axis=1)
 
 
