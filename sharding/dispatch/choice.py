@@ -37,7 +37,7 @@ def choose_method(
       many rows 3 to 5 ms, because it copies each pair's block separately. But each device then holds every token of the group: above
       ``CPU_GATHER_TOKENS``, ``padded`` needs a third of the memory on 32 ranks. If rows are exchanged in memory, an all-to-all costs no
       more, and fewer rows save time: the threshold is ``IN_MEMORY_GATHER_TOKENS``.
-    - On accelerators ``hierarchical`` if several hosts have several ranks each, and two stages take less time (``crosses_cheaper``).
+    - On accelerators ``hierarchical`` if several hosts have several ranks each, and two stages take less time.
     - Otherwise ``padded`` for decode, up to ``PADDED_TOKENS``, where latency counts and no sizes should be exchanged first, and ``ragged``
       for prefill, where bytes count. DeepEP's low-latency and normal kernels divide the work the same way; the threshold is not measured.
     """
@@ -54,17 +54,6 @@ def choose_method(
     hosts, capacity = ranks // on_host, default_capacity(tokens, top_k, ranks, overlapped)
     crossing = host_capacity(tokens, top_k, hosts, overlapped, routed_groups)
     each = capacity if direct == "padded" else even_routing_rows(tokens, top_k, ranks)
-    return "hierarchical" if crosses_cheaper(crossing, capacity, each, ranks, on_host) else direct
-
-
-def crosses_cheaper(crossing: int, capacity: int, each: float, ranks: int, on_host: int) -> bool:
-    """Whether a rank's rows take less time through one rank on each host than directly to the ranks of other hosts.
-
-    A row inside a host counts as ``1 / INSIDE_PER_BETWEEN`` of a row between hosts. Rows sent directly to neighbours on the host travel
-    at the same time as rows between hosts, and count as zero.
-
-    crossing, capacity: rows for a host and, inside it, for a rank, as in ``ExchangePlan``. each: rows sent directly to a rank.
-    """
-    hosts = ranks // on_host
+    # Compare the time of a rank's rows, in rows between hosts. Direct rows inside a host travel at the same time, and count as zero.
     in_two = crossing * (hosts - 1) + capacity * (ranks - hosts) / INSIDE_PER_BETWEEN
-    return in_two < each * (ranks - on_host)
+    return "hierarchical" if in_two < each * (ranks - on_host) else direct
