@@ -39,6 +39,14 @@ class Lengths:
     variation: float = 0.0
     even: bool = False  # uniform, as benchmarks draw lengths from a range; otherwise log-normal
 
+    def moment(self, order: int) -> float:
+        """Mean of the lengths' power ``order``."""
+        if self.even and self.variation:
+            half_width = math.sqrt(3) * self.variation * self.mean
+            ends = (self.mean + half_width) ** (order + 1) - (self.mean - half_width) ** (order + 1)
+            return ends / (2 * half_width * (order + 1))
+        return self.mean**order * (1 + self.variation**2) ** (order * (order - 1) / 2)
+
     def around(self, ratio: float) -> Lengths:
         """Uniform lengths from mean × (1 - ratio) to mean × (1 + ratio), as with vLLM's `--random-range-ratio`."""
         return Lengths(self.mean, ratio / math.sqrt(3), even=True)
@@ -108,7 +116,7 @@ class Workload:
         def mixed(side: str) -> Lengths:
             weighted_lengths = [(request_class.share, getattr(request_class, side)) for request_class in classes]
             mean = sum(share * length.mean for share, length in weighted_lengths)
-            mean_square = sum(share * length.mean**2 * (1 + length.variation**2) for share, length in weighted_lengths)
+            mean_square = sum(share * length.moment(2) for share, length in weighted_lengths)
             return Lengths(mean, max(0.0, mean_square / mean**2 - 1) ** 0.5)
 
         return cls(mixed("input"), mixed("output"), classes=tuple(classes), **others)
@@ -134,13 +142,19 @@ class Workload:
     @property
     def context(self) -> float:
         """Mean positions that a decoded token attends to. Long outputs count more, because they have more tokens."""
-        return self.decoding_at or self.input.mean + self.output.mean * (1 + self.output.variation**2) / 2
+        return self.decoding_at or self.input.mean + self.output.moment(2) / (2 * self.output.mean)
 
     @property
     def uneven(self) -> float:
-        """Coefficient of variation of the contexts of a decode batch, in which each request is at a random point of its output."""
-        variance = (self.input.mean * self.input.variation) ** 2 + self.output.mean**2 / 12
-        return 0.0 if self.decoding_at else variance**0.5 / self.context
+        """Coefficient of variation of the contexts of a decode batch: each request is at a random token of the outputs.
+
+        Over all tokens of all outputs ``L``, the mean square of a token's position is ``E[L³] / 3 E[L]``.
+        """
+        if self.decoding_at:
+            return 0.0
+        position = self.context - self.input.mean
+        variance = (self.input.mean * self.input.variation) ** 2 + self.output.moment(3) / (3 * self.output.mean) - position**2
+        return variance**0.5 / self.context
 
     @property
     def held(self) -> float:

@@ -183,6 +183,15 @@ def test_lengths_and_gaps_have_the_moments_that_were_asked_for():
     assert gaps.std() / gaps.mean() == pytest.approx(2**0.5, rel=0.05)
 
 
+@pytest.mark.parametrize("output", [Lengths(300), Lengths(300, 0.8), Lengths(300).around(0.9)])
+def test_contexts_of_a_decode_batch_vary_as_those_of_all_tokens_that_are_drawn(output):
+    work = Workload(Lengths(200, 0.3), output)
+    drawn = itertools.islice(requests(OfferedLoad(10.0, None), work, 10**6, seed=1), 20_000)
+    contexts = np.concatenate([one.prompt + np.arange(one.output) for one in drawn])
+    assert contexts.mean() == pytest.approx(work.context, rel=0.03)
+    assert contexts.std() / contexts.mean() == pytest.approx(work.uneven, rel=0.04)
+
+
 def test_a_mixture_has_the_moments_of_what_is_drawn_from_it():
     source = requests(OfferedLoad(10.0, None), TWO, 10**6, seed=0)
     drawn = [next(source) for _ in range(20_000)]
