@@ -4,7 +4,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 
 from dsjax.background import contained, note_failure
 from dsjax.engine.contract.sampling_params import SamplingParams
@@ -33,18 +33,24 @@ class OutputStream:
         self._index = {request_id: index for index, request_id in enumerate(request_ids)}
         self._open = set(request_ids)
         self._abort = abort
-        self._ready: deque[RequestOutput | Exception] = deque()
+        self._ready: deque[tuple[int, RequestOutput] | Exception] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._at_once: Callable[[list[tuple[int, RequestOutput]]], bool] | None = None
+        self._at_once: Callable[[Iterable[tuple[int, RequestOutput]]], bool] | None = None
 
     def put(self, output: RequestOutput | Exception) -> None:
         """Add an output and wake the reader. Called in the event loop's thread, as `add` is."""
-        self._ready.append(output)
+        if isinstance(output, Exception):
+            self._ready.append(output)
+            self._at_once = None
+        else:
+            self.add(output)
         self.tell()
 
     def add(self, output: RequestOutput) -> None:
         """Add an output without waking the reader; `tell` follows when all outputs of a step are added."""
-        self._ready.append(output)
+        self._ready.append((self._index[output.request_id], output))
+        if output.finished:
+            self._at_once = None  # the reader itself must see an end
 
     def tell(self) -> None:
         """Hand the waiting reader the outputs, or wake it."""
@@ -52,8 +58,7 @@ class OutputStream:
         if waiter is None or waiter.done():
             return
         try:
-            goes_on = None if self._at_once is None else self._peek()
-            if goes_on is not None and self._at_once(goes_on):
+            if self._at_once is not None and self._at_once(self._ready):
                 self._ready.clear()
             else:
                 waiter.set_result(None)
@@ -71,7 +76,7 @@ class OutputStream:
         return self._take()
 
     async def ready(
-        self, at_once: Callable[[list[tuple[int, RequestOutput]]], bool] | None = None
+        self, at_once: Callable[[Iterable[tuple[int, RequestOutput]]], bool] | None = None
     ) -> list[tuple[int, RequestOutput]]:
         """Wait for outputs and return all of them; a late reader gets several. Return an empty list at the end.
 
@@ -97,23 +102,15 @@ class OutputStream:
             finally:
                 self._waiter = None
 
-    def _peek(self) -> list[tuple[int, RequestOutput]] | None:
-        """Return the outputs that are ready; None if one of them ends a request."""
-        indexed = []
-        for output in self._ready:
-            if isinstance(output, Exception) or output.finished:
-                return None
-            indexed.append((self._index[output.request_id], output))
-        return indexed
-
     def _take(self) -> tuple[int, RequestOutput]:
-        output = self._ready.popleft()
-        if isinstance(output, Exception):
+        first = self._ready.popleft()
+        if isinstance(first, Exception):
             self._open.clear()
-            raise output
+            raise first
+        _, output = first
         if output.finished:
             self._open.discard(output.request_id)
-        return self._index[output.request_id], output
+        return first
 
     def close(self) -> None:
         """Abort the unfinished requests. Their pages are released before the engine's next step."""

@@ -92,7 +92,7 @@ class UsageCounter:
 
     def __init__(self):
         self._prompts: dict[int, int] = {}
-        self._cached: dict[int, int] = {}
+        self._cached: dict[int, int | None] = {}
         self._completion_tokens = 0
         self._reasoning_tokens: dict[int, int] = {}
 
@@ -102,8 +102,9 @@ class UsageCounter:
 
     def count(self, index: int, output: RequestOutput) -> None:
         """Add an output of prompt `index`, whose completions hold only tokens that have not been counted yet."""
-        self._prompts[index] = len(output.prompt_token_ids)
-        self._cached[index] = output.num_cached_tokens or 0
+        if self._cached.get(index) is None:  # known from the first admission on
+            self._prompts[index] = len(output.prompt_token_ids)
+            self._cached[index] = output.num_cached_tokens
         for completion in output.outputs:
             self._completion_tokens += len(completion.token_ids)
 
@@ -118,7 +119,7 @@ class UsageCounter:
             "prompt_tokens": prompt,
             "completion_tokens": self._completion_tokens,
             "total_tokens": prompt + self._completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+            "prompt_tokens_details": {"cached_tokens": sum(filter(None, self._cached.values()))},
             "completion_tokens_details": {"reasoning_tokens": sum(self._reasoning_tokens.values())},
         }
 

@@ -116,31 +116,31 @@ class CompletionMetrics:
     def count(self, updates: Sequence[Update]) -> None:
         """Count a step's updates."""
         now = self._clock()
-        gaps: dict[tuple[Labels, float], int] = defaultdict(int)
-        num_generated: dict[Labels, int] = defaultdict(int)
+        gaps: dict[tuple[int, float], int] = defaultdict(int)
+        num_generated: dict[int, int] = defaultdict(int)
         for request, result, finish_reason in updates:
-            rank = self._rank_label(request)
-            if result is not None and not result.finite:
-                self._corrupted.add(rank)
-            if result is not None and result.token_ids:
-                times = self._unfinished.get(request.request_id)
-                if times is None:
-                    times = self._unfinished[request.request_id] = _TokenTimes(now)
-                    self._count_first_token(request, now)
-                else:
-                    # All rows of the previous step waited equally long: observe them together.
-                    gaps[rank, times.last] += 1
-                times.last = now
-                times.num_tokens += len(result.token_ids)
-                num_generated[rank] += len(result.token_ids)
+            if result is not None:
+                if not result.finite:
+                    self._corrupted.add(self._rank_label(request.rank))
+                if num_tokens := len(result.token_ids):
+                    times = self._unfinished.get(request.request_id)
+                    if times is None:
+                        times = self._unfinished[request.request_id] = _TokenTimes(now)
+                        self._count_first_token(request, now)
+                    else:
+                        # All rows of the previous step waited equally long: observe them together.
+                        gaps[request.rank, times.last] += 1
+                    times.last = now
+                    times.num_tokens += num_tokens
+                    num_generated[request.rank] += num_tokens
             if finish_reason is FinishReason.ERROR:
-                self._failed.add((*rank, error_kind(request.params, result).value))
+                self._failed.add((*self._rank_label(request.rank), error_kind(request.params, result).value))
             if finish_reason is not None:
                 self._finish(request, finish_reason, now)
         for (rank, last), count in gaps.items():
-            self._between_tokens.observe(rank, now - last, count)
+            self._between_tokens.observe(self._rank_label(rank), now - last, count)
         for rank, count in num_generated.items():
-            self._generation_tokens.add(rank, count)
+            self._generation_tokens.add(self._rank_label(rank), count)
 
     def finish(self, requests: Sequence[Request], reason: FinishReason) -> None:
         """Count completions that ended without an update."""
@@ -148,12 +148,12 @@ class CompletionMetrics:
         for request in requests:
             self._finish(request, reason, now)
 
-    def _rank_label(self, request: Request) -> Labels:
-        """Return a request's rank label: 0 if it ended before it got a rank, the last known rank if the mesh has just grown."""
-        return self._rank_labels[min(max(request.rank, 0), len(self._rank_labels) - 1)]
+    def _rank_label(self, rank: int) -> Labels:
+        """Return a rank's label: 0 for a request that ended before it got a rank, the last known rank if the mesh has just grown."""
+        return self._rank_labels[min(max(rank, 0), len(self._rank_labels) - 1)]
 
     def _count_first_token(self, request: Request, now: float) -> None:
-        rank = self._rank_label(request)
+        rank = self._rank_label(request.rank)
         self._first_token.observe(rank, now - request.arrival_time)
         for counter in (self._prompt_tokens, self._queries):
             counter.add(rank, request.num_prompt_tokens)
@@ -161,7 +161,7 @@ class CompletionMetrics:
             counter.add(rank, request.num_cached_tokens or 0)
 
     def _finish(self, request: Request, reason: FinishReason, now: float) -> None:
-        rank = self._rank_label(request)
+        rank = self._rank_label(request.rank)
         times = self._unfinished.pop(request.request_id, None)
         scheduled = request.first_scheduled_time
         self._success.add((*rank, reason.value))

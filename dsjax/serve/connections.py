@@ -187,7 +187,7 @@ class EventStream(StreamingResponse):
             last = self._events([self._failure(answer)])
         await send({"type": "http.response.body", "body": last + self._END, "more_body": False})
 
-    async def _send_each(self, outputs: list[tuple[int, RequestOutput]]) -> None:
+    async def _send_each(self, outputs: Iterable[tuple[int, RequestOutput]]) -> None:
         """Send the events of these outputs, stopping at the first that fails."""
         chunks: list[Mapping[str, Any] | bytes] = []
         try:
@@ -196,7 +196,7 @@ class EventStream(StreamingResponse):
         finally:
             await self._send_all(chunks)
 
-    def _write_each(self, outputs: list[tuple[int, RequestOutput]]) -> bool:
+    def _write_each(self, outputs: Iterable[tuple[int, RequestOutput]]) -> bool:
         """Send the events of these outputs without waiting. Return False, having sent nothing, if the writer is not ready."""
         writer = self._writer
         if writer is None or not writer.is_ready:

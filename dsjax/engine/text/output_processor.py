@@ -154,15 +154,14 @@ class _Group:
     """The completions of one request."""
 
     def __init__(self, prepared: PreparedRequest, tokenizer: Tokenizer | None):
-        self.prepared = prepared
+        self.prepared, self.kind = prepared, prepared.params.output_kind
         self.completions = [Completion(index, r, tokenizer) for index, r in enumerate(prepared.completions)]
         self.open = len(self.completions)
         self._sent_prompt_logprobs = False
 
     def output(self, changed: list[Completion]) -> RequestOutput:
         """Take the output of the completions that changed, or of all if `FINAL_ONLY`."""
-        prepared = self.prepared
-        kind = prepared.params.output_kind
+        prepared, kind = self.prepared, self.kind
         if kind is OutputKind.FINAL_ONLY:
             changed = self.completions
         return RequestOutput(
@@ -180,7 +179,7 @@ class _Group:
         """Return the prompt's log-probabilities, all of them once a token has been generated; with `DELTA`, in the first output only."""
         was_reported = self._sent_prompt_logprobs
         self._sent_prompt_logprobs = True
-        if was_reported and self.prepared.params.output_kind is OutputKind.DELTA:
+        if was_reported and self.kind is OutputKind.DELTA:
             return None
         return completion.prompt_logprobs
 
@@ -251,12 +250,11 @@ class OutputProcessor:
         by_completion, interval = self._by_completion, self.stream_interval
         for update in updates:
             request, result, reason = update
-            known = by_completion.get(request.request_id)
-            if known is None or known[1].request is not request:
+            group, completion = by_completion.get(request.request_id, (None, None))
+            if completion is None or completion.request is not request:
                 continue
             if followed is not None:
                 followed.append(update)
-            group, completion = known
             try:
                 completion.append(update)
             except Exception as error:
@@ -276,12 +274,11 @@ class OutputProcessor:
             changed.setdefault(group, []).append(completion)
         outputs: list[RequestOutput] = []
         for group, completions in changed.items():
-            params = group.prepared.params
             if group.open == 0:
                 del self._groups[group.prepared.request_id]
-            elif params.output_kind is OutputKind.FINAL_ONLY:
+            elif group.kind is OutputKind.FINAL_ONLY:
                 continue
-            if failed is None or group.prepared.request_id not in failed:
+            if not failed or group.prepared.request_id not in failed:
                 outputs.append(group.output(completions))
         return outputs, to_abort
 
