@@ -37,6 +37,11 @@ class OutputStream:
         self._waiter: asyncio.Future[None] | None = None
         self._at_once: Callable[[Iterable[tuple[int, RequestOutput]]], bool] | None = None
 
+    @property
+    def ended(self) -> bool:
+        """Whether the reader has taken the last output of every prompt."""
+        return not self._open
+
     def put(self, output: RequestOutput | Exception) -> None:
         """Add an output and wake the reader. Called in the event loop's thread, as `add` is."""
         if isinstance(output, Exception):

@@ -172,29 +172,25 @@ class EventStream(StreamingResponse):
                 self._outputs.fail(ClientGoneError())
 
     async def _send_answer(self, send: Send) -> None:
-        """Send the head, the events and the end; stop once the client has left."""
+        """Send the head, the events and the end; stop once the client has left. The last outputs' events go with the end."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        unsent = b""
         try:
-            await self._send_all(self._answer.first_chunks())
-            while outputs := await self._outputs.ready(self._write_each):
-                await self._send_each(outputs)
-            last = self._events(self._answer.last_chunks())
+            unsent = self._events(self._answer.first_chunks())
+            while not self._outputs.ended:
+                if unsent:
+                    await self._send_events({"type": "http.response.body", "body": unsent, "more_body": True})
+                unsent = b""
+                for index, output in await self._outputs.ready(self._write_each):
+                    unsent += self._events(self._answer.chunks_of(index, output))
+            unsent += self._events(self._answer.last_chunks())
         except ClientGoneError:
             return
         except Exception as error:  # the status is already sent, so report the error as an event
             answer = to_api_error(error)
             note_error(self._scope, answer)
-            last = self._events([self._failure(answer)])
-        await send({"type": "http.response.body", "body": last + self._END, "more_body": False})
-
-    async def _send_each(self, outputs: Iterable[tuple[int, RequestOutput]]) -> None:
-        """Send the events of these outputs, stopping at the first that fails."""
-        chunks: list[Mapping[str, Any] | bytes] = []
-        try:
-            for index, output in outputs:
-                chunks.extend(self._answer.chunks_of(index, output))
-        finally:
-            await self._send_all(chunks)
+            unsent += self._events([self._failure(answer)])
+        await send({"type": "http.response.body", "body": unsent + self._END, "more_body": False})
 
     def _write_each(self, outputs: Iterable[tuple[int, RequestOutput]]) -> bool:
         """Send the events of these outputs without waiting. Return False, having sent nothing, if the writer is not ready."""
@@ -209,10 +205,6 @@ class EventStream(StreamingResponse):
             if events := self._events(chunks):
                 writer.write(events)
         return True
-
-    async def _send_all(self, chunks: Iterable[Mapping[str, Any] | bytes]) -> None:
-        if events := self._events(chunks):
-            await self._send_events({"type": "http.response.body", "body": events, "more_body": True})
 
     def _events(self, chunks: Iterable[Mapping[str, Any] | bytes]) -> bytes:
         return b"".join([chunk if isinstance(chunk, bytes) else self._event(chunk) for chunk in chunks])

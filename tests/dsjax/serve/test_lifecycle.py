@@ -31,10 +31,10 @@ def test_pieces_written_at_once_are_the_bytes_that_uvicorn_sends(start_server, m
         pieces = text.partition(b"\r\n\r\n")[2].split(b"\r\n")
         sizes, events = pieces[0::2], pieces[1::2]
         assert [int(size, 16) for size in sizes[: len(events)]] == [len(event) for event in events]
+        assert b'"length"' in [*filter(None, events)][-1], "the last token goes with the end"
         return b"".join(events).split(b"\n\n")  # which of them were ready together is up to the clock
 
-    written, writer = [], connections.BodyWriter
-    write = writer.write
+    written, writer, write = [], connections.BodyWriter, connections.BodyWriter.write
     monkeypatch.setattr(writer, "write", lambda self, piece: (written.append(piece), write(self, piece)))
     at_once = ask()
     assert len(written) > 50
