@@ -26,7 +26,6 @@ text, and how many is printed by position.
 """
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
@@ -240,6 +239,7 @@ def _served(args: argparse.Namespace, how: str, variants: list[str], stack: cont
     import psutil
 
     from dsjax.bench.serve.client import Client, open_session
+    from dsjax.bench.serve.client import run as run_on_uvloop
     from dsjax.bench.serve.load import run_load
     from dsjax.bench.serve.options import ServerOptions
     from dsjax.bench.serve.records import BenchRequest
@@ -265,7 +265,7 @@ def _served(args: argparse.Namespace, how: str, variants: list[str], stack: cont
             sys.exit(f"{len(failed)} requests failed: {failed[0]}")
 
     def run() -> None:
-        asyncio.run(send())
+        run_on_uvloop(send())
 
     run.server_seconds = lambda: sum(psutil.Process(server.pid).cpu_times()[:4])  # user, system, and the compiler's
     return run
