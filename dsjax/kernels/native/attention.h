@@ -429,14 +429,12 @@ struct AbsorbedAttention : Attention {
   __attribute__((noinline)) static void score(const float* const* latent, const float* const* rope, const float* query, long M, long O, float* to) {
     V total[kScored] = {};
     add_products(latent, query, M, total);
-#pragma GCC unroll 16
-    for (int i = 0; i < kScored; i++) {
+    DSJAX_EACH(i, kScored) {
       store(to + i * lanes_of<V>, total[i]);
       total[i] = V{};
     }
     add_products(rope, query + M * lanes_of<V>, O, total);
-#pragma GCC unroll 16
-    for (int i = 0; i < kScored; i++) store(to + i * lanes_of<V>, load_as<V>(to + i * lanes_of<V>) + total[i]);
+    DSJAX_EACH(i, kScored) store(to + i * lanes_of<V>, load_as<V>(to + i * lanes_of<V>) + total[i]);
   }
 
   // total[i] += sum over k < depth of context[i][k] * query[k], in turn.
@@ -446,19 +444,15 @@ struct AbsorbedAttention : Attention {
     long k = 0;
     for (; k + kSteps <= depth; k += kSteps) {
       V x[kSteps];
-#pragma GCC unroll 2
-      for (int step = 0; step < kSteps; step++) x[step] = load_as<V>(query + (k + step) * lanes_of<V>);
-#pragma GCC unroll 16
-      for (int i = 0; i < kScored; i++) {
+      DSJAX_EACH(step, kSteps) x[step] = load_as<V>(query + (k + step) * lanes_of<V>);
+      DSJAX_EACH(i, kScored) {
         const float* from = context[i] + k;
-#pragma GCC unroll 2
-        for (int step = 0; step < kSteps; step++) total[i] += broadcast<V>(from[step]) * x[step];
+        DSJAX_EACH(step, kSteps) total[i] += broadcast<V>(from[step]) * x[step];
       }
     }
     for (; k < depth; k++) {
       const V x = load_as<V>(query + k * lanes_of<V>);
-#pragma GCC unroll 16
-      for (int i = 0; i < kScored; i++) total[i] += broadcast<V>(context[i][k]) * x;
+      DSJAX_EACH(i, kScored) total[i] += broadcast<V>(context[i][k]) * x;
     }
   }
 

@@ -72,21 +72,6 @@ struct Packed {
     std::memcpy(&found, table, 2 * kLanes), std::memcpy(reinterpret_cast<char*>(&found) + 2 * kLanes, table, 2 * kLanes);
     return found;
   }
-  // Of each 16 bytes, the first eight of a and b in turn, and the last eight.
-  static UIntVec first_in_turn(Chars a, Chars b) {
-#if defined(__clang__)
-    return (UIntVec)_mm256_unpacklo_epi8((__m256i)a, (__m256i)b);
-#else
-    return (UIntVec)__builtin_ia32_punpcklbw256(a, b);
-#endif
-  }
-  static UIntVec last_in_turn(Chars a, Chars b) {
-#if defined(__clang__)
-    return (UIntVec)_mm256_unpackhi_epi8((__m256i)a, (__m256i)b);
-#else
-    return (UIntVec)__builtin_ia32_punpckhbw256(a, b);
-#endif
-  }
   Factors factors(long k, long column) const {
     Factors found;
     if constexpr (integers) {
@@ -155,8 +140,7 @@ struct Packed {
   // As the columns' bytes lie in 32-bit words: vector v has columns v, v + 4, v + 8, ...
   void quick(long k, int part, long column, const Factors& factors, Vec (&values)[kGroup], Codes&) const {
     const UIntVec words = load_as<UIntVec>(data + (k >> 1) * stride + column);
-#pragma GCC unroll 4
-    for (int v = 0; v < kGroup; v++) values[v] = widen(words >> (8 * v + 4 * part)) * factors.of[v];
+    DSJAX_EACH(v, kGroup) values[v] = widen(words >> (8 * v + 4 * part)) * factors.of[v];
   }
   static void order(Vec (&values)[kGroup]) {
     interleave(values[0], values[2]);

@@ -115,8 +115,7 @@ class Panels {
             Vec group[kGroup];
             b.group(k + r, column + i, factors, group);
             B::order(group);
-#pragma GCC unroll 4
-            for (int v = 0; v < kGroup; v++) store(at(panel, r, i + v * kLanes), group[v]);
+            DSJAX_EACH(v, kGroup) store(at(panel, r, i + v * kLanes), group[v]);
           }
         }
         for (long r = d; r < next; r++)

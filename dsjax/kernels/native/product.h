@@ -57,8 +57,7 @@ struct Matrix {
   void group(long k, long column, const Factors& factors, Vec (&values)[kGroup]) const {
     Format::widen_group(data + k * stride + column, values, factors);
     if constexpr (scaled)
-#pragma GCC unroll 4
-      for (int v = 0; v < kGroup; v++) values[v] = values[v] * factors.scale;
+      DSJAX_EACH(v, kGroup) values[v] = values[v] * factors.scale;
   }
   static void order(Vec (&values)[kGroup]) { Format::order(values); }
   // The same sooner, and of half a group where no scale is asked for: right unless `codes` has found something.
@@ -73,8 +72,7 @@ struct Matrix {
   void quick(long k, int, long column, const Factors& factors, Vec (&values)[vectors], Codes& codes) const {
     Format::widen_quickly(data + k * stride + column, values, factors, codes);
     if constexpr (scaled)
-#pragma GCC unroll 4
-      for (int v = 0; v < vectors; v++) values[v] = values[v] * factors.scale;
+      DSJAX_EACH(v, vectors) values[v] = values[v] * factors.scale;
   }
   static void order_quick(Vec (&values)[kGroup]) { Format::order_quick(values); }
   // Asks for the line of memory that an element is in, into the second cache: the first has far fewer requests to memory under way at once.
@@ -96,112 +94,40 @@ struct Scattered {
 // if the depth before had belonged to this product.
 enum class Sums { replace, add, go_on };
 
+// `together` is 2 for a sum whose pieces are short, an even number of them, which are then summed two by two. Fewer sums of pieces wait in
+// memory, where the store of a vector of 64 bytes takes as long as two multiply-adds.
 // A function of its own: inlined, its sums would share the registers with what is around it (attention of a decode took a fifth longer).
-template <int rows, int vectors, class B>
+template <int rows, int vectors, int together, class B>
 __attribute__((noinline)) void tile(const float* const* a, long a_step, const B& b, long column, long depth, float* const* c, long c_column,
                                     Sums sums, long piece) {
-  Vec total[rows][vectors] = {}, whole[kMostLevels][rows][vectors];
-  for (long first = 0, number = 0; first < depth; first += piece, number++) {
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-      for (int v = 0; v < vectors; v++)
-        total[r][v] = sums == Sums::go_on && number == 0 ? load(c[r] + c_column + v * kLanes) : Vec{};
-    const long end = first + piece < depth ? first + piece : depth;
-    for (long k = first; k < end; k++) {
-      Vec w[vectors];
-      if constexpr (vectors == 1) w[0] = b.at(k, column);
-#pragma GCC unroll 2
-      for (int v = 0; v + 1 < vectors; v += 2) b.pair(k, column + v * kLanes, w[v], w[v + 1]);
-#pragma GCC unroll 4
-      for (int v = 0; v < vectors; v++) pin(w[v]);
-#pragma GCC unroll 6
-      for (int r = 0; r < rows; r++) {
-        Vec x = broadcast(a[r][k * a_step]);
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) total[r][v] += x * w[v];
-        if constexpr (rows * vectors == 1) pin(total[0][0]);
-      }
-    }
-    // Sums of 1, 2, 4 pieces wait in `whole` for as many pieces more.
-    int level = 0;
-    for (; number >> level & 1; level++)
-#pragma GCC unroll 6
-      for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) total[r][v] = whole[level][r][v] + total[r][v];
-    if (end < depth)
-#pragma GCC unroll 6
-      for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) whole[level][r][v] = total[r][v];
-  }
-#pragma GCC unroll 6
-  for (int r = 0; r < rows; r++) {
-    if constexpr (B::mixes_pairs)
-#pragma GCC unroll 2
-      for (int v = 0; v + 1 < vectors; v += 2) interleave(total[r][v], total[r][v + 1]);
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) {
-      float* to = c[r] + c_column + v * kLanes;
-      store(to, sums == Sums::add ? load(to) + total[r][v] : total[r][v]);
-    }
-  }
-}
-
-// `tile` for a sum whose pieces are short, an even number of them: two are summed side by side. Fewer sums of pieces then wait in memory,
-// where the store of a vector of 64 bytes takes as long as two multiply-adds.
-template <int rows, int vectors, class B>
-__attribute__((noinline)) void pairs_tile(const float* const* a, long a_step, const B& b, long column, long depth, float* const* c, long c_column,
-                                          Sums sums, long piece) {
-  Vec total[2][rows][vectors], whole[kMostLevels][rows][vectors];
-  for (long first = 0, number = 0; first < depth; first += 2 * piece, number++) {
-#pragma GCC unroll 2
-    for (int p = 0; p < 2; p++)
-#pragma GCC unroll 3
-      for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) total[p][r][v] = Vec{};
-    for (long k = first; k < first + piece; k++)
-#pragma GCC unroll 2
-      for (int p = 0; p < 2; p++) {
+  Vec total[together][rows][vectors] = {}, whole[kMostLevels][rows][vectors];
+  for (long first = 0, number = 0; first < depth; first += together * piece, number++) {
+    DSJAX_EACH(p, together) DSJAX_EACH(r, rows) DSJAX_EACH(v, vectors)
+      total[p][r][v] = together == 1 && sums == Sums::go_on && number == 0 ? load(c[r] + c_column + v * kLanes) : Vec{};
+    const long end = first + together * piece < depth ? first + together * piece : depth;
+    for (long k = first; k < end - (together - 1) * piece; k++)
+      DSJAX_EACH(p, together) {
         const long own = k + p * piece;
         Vec w[vectors];
-#pragma GCC unroll 2
-        for (int v = 0; v < vectors; v += 2) b.pair(own, column + v * kLanes, w[v], w[v + 1]);
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) pin(w[v]);
-#pragma GCC unroll 3
-        for (int r = 0; r < rows; r++) {
+        if constexpr (vectors == 1) w[0] = b.at(own, column);
+        DSJAX_EACH_PAIR(v, vectors) b.pair(own, column + v * kLanes, w[v], w[v + 1]);
+        DSJAX_EACH(v, vectors) pin(w[v]);
+        DSJAX_EACH(r, rows) {
           const Vec x = broadcast(a[r][own * a_step]);
-#pragma GCC unroll 4
-          for (int v = 0; v < vectors; v++) total[p][r][v] += x * w[v];
+          DSJAX_EACH(v, vectors) total[p][r][v] += x * w[v];
+          if constexpr (rows * vectors == 1) pin(total[p][0][0]);
         }
       }
-    // Sums of 2 and 4 pieces wait in `whole` for as many pieces more.
-#pragma GCC unroll 3
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-      for (int v = 0; v < vectors; v++) total[0][r][v] = total[0][r][v] + total[1][r][v];
+    if constexpr (together == 2) DSJAX_EACH(r, rows) DSJAX_EACH(v, vectors) total[0][r][v] = total[0][r][v] + total[1][r][v];
+    // Sums of 1, 2, 4 pieces, or of 2 and 4, wait in `whole` for as many pieces more.
     int level = 0;
     for (; number >> level & 1; level++)
-#pragma GCC unroll 3
-      for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) total[0][r][v] = whole[level][r][v] + total[0][r][v];
-    if (first + 2 * piece < depth)
-#pragma GCC unroll 3
-      for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) whole[level][r][v] = total[0][r][v];
+      DSJAX_EACH(r, rows) DSJAX_EACH(v, vectors) total[0][r][v] = whole[level][r][v] + total[0][r][v];
+    if (end < depth) DSJAX_EACH(r, rows) DSJAX_EACH(v, vectors) whole[level][r][v] = total[0][r][v];
   }
-#pragma GCC unroll 3
-  for (int r = 0; r < rows; r++) {
-    if constexpr (B::mixes_pairs)
-#pragma GCC unroll 2
-      for (int v = 0; v < vectors; v += 2) interleave(total[0][r][v], total[0][r][v + 1]);
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) {
+  DSJAX_EACH(r, rows) {
+    if constexpr (B::mixes_pairs) DSJAX_EACH_PAIR(v, vectors) interleave(total[0][r][v], total[0][r][v + 1]);
+    DSJAX_EACH(v, vectors) {
       float* to = c[r] + c_column + v * kLanes;
       store(to, sums == Sums::add ? load(to) + total[0][r][v] : total[0][r][v]);
     }
@@ -238,13 +164,13 @@ void row_tile(const float* const* a, long a_step, const B& b, long first, long c
   if constexpr (kPairs && rows <= kPairRows)
     if (in_pairs(depth, piece))
       for (; column + wide * kLanes <= columns; column += wide * kLanes)
-        pairs_tile<rows, wide>(a, a_step, b, column, depth, c, column + c_shift, sums, piece);
+        tile<rows, wide, 2>(a, a_step, b, column, depth, c, column + c_shift, sums, piece);
   for (; column + wide * kLanes <= columns; column += wide * kLanes)
-    tile<rows, wide>(a, a_step, b, column, depth, c, column + c_shift, sums, piece);
+    tile<rows, wide, 1>(a, a_step, b, column, depth, c, column + c_shift, sums, piece);
   if constexpr (wide == 4)  // six sums at once, of six rows and one vector, would not keep the units busy
     for (; column + 2 * kLanes <= columns; column += 2 * kLanes)
-      tile<rows, 2>(a, a_step, b, column, depth, c, column + c_shift, sums, piece);
-  for (; column + kLanes <= columns; column += kLanes) tile<rows, 1>(a, a_step, b, column, depth, c, column + c_shift, sums, piece);
+      tile<rows, 2, 1>(a, a_step, b, column, depth, c, column + c_shift, sums, piece);
+  for (; column + kLanes <= columns; column += kLanes) tile<rows, 1, 1>(a, a_step, b, column, depth, c, column + c_shift, sums, piece);
   tail(rows, a, a_step, b, column, columns, depth, c, column + c_shift, sums, piece);
 }
 

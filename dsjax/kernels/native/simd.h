@@ -116,77 +116,77 @@ inline V exp(V x) {
   return x < -87.0f ? V{} : value;
 }
 
-// Lanes of a where (lane & step) == 0, and of b moved up by step elsewhere; and the same for the upper halves.
-template <int step, int... lane>
-inline void exchange(Vec& a, Vec& b, std::integer_sequence<int, lane...>) {
+// A loop over at most 16 numbers, or every second one, that is unrolled whole: arrays of vectors then lie in registers.
+#define DSJAX_EACH(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); i++)
+#define DSJAX_EACH_PAIR(i, count) _Pragma("GCC unroll 16") for (int i = 0; i + 1 < (count); i += 2)
+
+// Lane i of the result is lane pick(i) of a, or of b, whose lanes are numbered on from a's.
+template <class V, class Pick, int... lane>
+inline V shuffled(V a, V b, Pick pick, std::integer_sequence<int, lane...>) {
 #if defined(__clang__)
-  Vec low = __builtin_shufflevector(a, b, ((lane & step) ? kLanes + lane - step : lane)...);
-  Vec high = __builtin_shufflevector(a, b, ((lane & step) ? kLanes + lane : lane + step)...);
+  return __builtin_shufflevector(a, b, pick(lane)...);
 #else
-  Vec low = __builtin_shuffle(a, b, IntVec{((lane & step) ? kLanes + lane - step : lane)...});
-  Vec high = __builtin_shuffle(a, b, IntVec{((lane & step) ? kLanes + lane : lane + step)...});
+  constexpr IntsOf<V> order = {pick(lane)...};
+  return __builtin_shuffle(a, b, order);
 #endif
-  a = low;
-  b = high;
+}
+template <class V, class Pick>
+inline V shuffled(V a, V b, Pick pick) {
+  return shuffled(a, b, pick, std::make_integer_sequence<int, sizeof(V) / sizeof(V{}[0])>{});
+}
+template <class First, class Second>
+inline void shuffle(Vec& a, Vec& b, First first, Second second) {
+  const Vec shuffled_a = shuffled(a, b, first);
+  b = shuffled(a, b, second), a = shuffled_a;
+}
+
+// Lanes of a where (lane & step) == 0, and of b moved up by step elsewhere; and the same for the upper halves.
+template <int step>
+inline void exchange(Vec& a, Vec& b) {
+  auto low = [](int lane) { return lane & step ? kLanes + lane - step : lane; };
+  shuffle(a, b, low, [](int lane) { return lane & step ? kLanes + lane : lane + step; });
 }
 
 template <int step>
 inline void exchange_from(Vec (&rows)[kLanes]) {
   for (int i = 0; i < kLanes; i++)
-    if ((i & step) == 0) exchange<step>(rows[i], rows[i + step], std::make_integer_sequence<int, kLanes>{});
+    if ((i & step) == 0) exchange<step>(rows[i], rows[i + step]);
   if constexpr (step * 2 < kLanes) exchange_from<step * 2>(rows);
 }
 
 // Of each four lanes, the first two of a and b in turn stay in a, and the last two in b: one instruction each.
-template <int... lane>
-inline void unpack(Vec& a, Vec& b, std::integer_sequence<int, lane...>) {
-#if defined(__clang__)
-  Vec low = __builtin_shufflevector(a, b, (lane / 4 * 4 + lane % 4 / 2 + lane % 2 * kLanes)...);
-  Vec high = __builtin_shufflevector(a, b, (lane / 4 * 4 + lane % 4 / 2 + 2 + lane % 2 * kLanes)...);
-#else
-  Vec low = __builtin_shuffle(a, b, IntVec{(lane / 4 * 4 + lane % 4 / 2 + lane % 2 * kLanes)...});
-  Vec high = __builtin_shuffle(a, b, IntVec{(lane / 4 * 4 + lane % 4 / 2 + 2 + lane % 2 * kLanes)...});
-#endif
-  a = low;
-  b = high;
+inline void unpack(Vec& a, Vec& b) {
+  auto low = [](int lane) { return lane / 4 * 4 + lane % 4 / 2 + lane % 2 * kLanes; };
+  shuffle(a, b, low, [](int lane) { return lane / 4 * 4 + lane % 4 / 2 + 2 + lane % 2 * kLanes; });
 }
 
 // Rows of kLanes values become columns, in registers.
 inline void transpose(Vec (&rows)[kLanes]) {
-  for (int i = 0; i < kLanes; i += 2) unpack(rows[i], rows[i + 1], std::make_integer_sequence<int, kLanes>{});
+  for (int i = 0; i < kLanes; i += 2) unpack(rows[i], rows[i + 1]);
   exchange_from<2>(rows);
   for (int i = 0; i < kLanes; i += 4) std::swap(rows[i + 1], rows[i + 2]);
 }
 
 // From a's and b's lanes in turn: the first half of them in a, the second in b.
-template <int... lane>
-inline void interleave(Vec& a, Vec& b, std::integer_sequence<int, lane...>) {
-#if defined(__clang__)
-  Vec low = __builtin_shufflevector(a, b, (lane / 2 + lane % 2 * kLanes)...);
-  Vec high = __builtin_shufflevector(a, b, ((kLanes + lane) / 2 + lane % 2 * kLanes)...);
-#else
-  Vec low = __builtin_shuffle(a, b, IntVec{(lane / 2 + lane % 2 * kLanes)...});
-  Vec high = __builtin_shuffle(a, b, IntVec{((kLanes + lane) / 2 + lane % 2 * kLanes)...});
-#endif
-  a = low;
-  b = high;
+inline void interleave(Vec& a, Vec& b) {
+  auto first = [](int lane) { return lane / 2 + lane % 2 * kLanes; };
+  shuffle(a, b, first, [](int lane) { return (kLanes + lane) / 2 + lane % 2 * kLanes; });
 }
-inline void interleave(Vec& a, Vec& b) { interleave(a, b, std::make_integer_sequence<int, kLanes>{}); }
 
 // The even lanes of a and then of b in a, and the odd ones in b: what `interleave` undoes.
-template <int... lane>
-inline void deinterleave(Vec& a, Vec& b, std::integer_sequence<int, lane...>) {
-#if defined(__clang__)
-  Vec even = __builtin_shufflevector(a, b, (2 * lane)...);
-  Vec odd = __builtin_shufflevector(a, b, (2 * lane + 1)...);
-#else
-  Vec even = __builtin_shuffle(a, b, IntVec{(2 * lane)...});
-  Vec odd = __builtin_shuffle(a, b, IntVec{(2 * lane + 1)...});
-#endif
-  a = even;
-  b = odd;
+inline void deinterleave(Vec& a, Vec& b) {
+  shuffle(a, b, [](int lane) { return 2 * lane; }, [](int lane) { return 2 * lane + 1; });
 }
-inline void deinterleave(Vec& a, Vec& b) { deinterleave(a, b, std::make_integer_sequence<int, kLanes>{}); }
+
+// Of each 16 bytes of vectors, the first eight of a and b in turn; and the last eight.
+template <class Bytes>
+inline UIntVec first_in_turn(Bytes a, Bytes b) {
+  return (UIntVec)shuffled(a, b, [](int byte) { return byte / 16 * 16 + byte % 16 / 2 + byte % 2 * static_cast<int>(sizeof(Bytes)); });
+}
+template <class Bytes>
+inline UIntVec last_in_turn(Bytes a, Bytes b) {
+  return (UIntVec)shuffled(a, b, [](int byte) { return byte / 16 * 16 + 8 + byte % 16 / 2 + byte % 2 * static_cast<int>(sizeof(Bytes)); });
+}
 
 // Vectors of a matrix's row that are widened together; of some formats in another order than they lie in, which `order` undoes.
 constexpr int kGroup = 4;
@@ -208,8 +208,7 @@ struct Float32 {
   static float widen_one(float value) { return value; }
   typedef NoTables Held;
   static void widen_group(const float* from, Vec (&group)[kGroup], Held) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kGroup; v++) group[v] = load(from + v * kLanes);
+    DSJAX_EACH(v, kGroup) group[v] = load(from + v * kLanes);
   }
   static void order(Vec (&)[kGroup]) {}
 
@@ -217,8 +216,7 @@ struct Float32 {
   static constexpr float kQuickUnit = 1;
   template <int vectors>
   static void widen_quickly(const float* from, Vec (&group)[vectors], Held, Codes&) {
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) group[v] = load(from + v * kLanes);
+    DSJAX_EACH(v, vectors) group[v] = load(from + v * kLanes);
   }
   static void order_quick(Vec (&)[kGroup]) {}
 };
@@ -235,8 +233,7 @@ struct BFloat16 {
   static constexpr float kQuickUnit = 1;
   template <int vectors>
   static void widen_quickly(const uint16_t* from, Vec (&group)[vectors], Held, Codes&) {
-#pragma GCC unroll 2
-    for (int v = 0; v < vectors; v += 2) {
+    DSJAX_EACH_PAIR(v, vectors) {
       const UIntVec both = load_as<UIntVec>(from + v * kLanes);
       group[v] = bits<Vec>(both << 16), group[v + 1] = bits<Vec>(both & 0xffff0000u);
     }
@@ -247,8 +244,7 @@ struct BFloat16 {
   }
   static void order_quick(Vec (&group)[kGroup]) { order(group); }
   static void order(Vec (&group)[kGroup]) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kGroup; v += 2) interleave(group[v], group[v + 1]);
+    DSJAX_EACH_PAIR(v, kGroup) interleave(group[v], group[v + 1]);
   }
 };
 
@@ -334,33 +330,21 @@ struct Float8 {
     return __builtin_shuffle(table.first, table.second, index);  // looks at seven bits of an index
 #endif
   }
-  // Of each 16 bytes, eight of a and b in turn: those from `from` on.
-  template <int from, int... byte>
-  static Bytes in_turn(Bytes a, Bytes b, std::integer_sequence<int, byte...>) {
-#if defined(__clang__)
-    return __builtin_shufflevector(a, b, (byte / 16 * 16 + byte % 16 / 2 + from + byte % 2 * 64)...);
-#else
-    return __builtin_shuffle(a, b, Bytes{(byte / 16 * 16 + byte % 16 / 2 + from + byte % 2 * 64)...});
-#endif
-  }
   // A table gives each byte's float32: 9 instructions for 64 values, where `widen` takes about 50.
   static void widen_group(const uint8_t* from, Vec (&group)[kGroup], const Held& held) {
     Bytes all = load_as<Bytes>(from);
     pin(all);
     const Bytes high = look_up(held.high, all) | (all & 0x80), low = look_up(held.low, all);
-    const UIntVec first = bits<UIntVec>(in_turn<0>(low, high, std::make_integer_sequence<int, 64>{}));
-    const UIntVec second = bits<UIntVec>(in_turn<8>(low, high, std::make_integer_sequence<int, 64>{}));
+    const UIntVec first = bits<UIntVec>(first_in_turn(low, high));
+    const UIntVec second = bits<UIntVec>(last_in_turn(low, high));
     group[0] = bits<Vec>(first << 16), group[1] = bits<Vec>(first & 0xffff0000u);
     group[2] = bits<Vec>(second << 16), group[3] = bits<Vec>(second & 0xffff0000u);
   }
   static void order(Vec (&group)[kGroup]) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kGroup; v += 2) unpack(group[v], group[v + 1], std::make_integer_sequence<int, kLanes>{});
+    DSJAX_EACH_PAIR(v, kGroup) unpack(group[v], group[v + 1]);
     // Vector v has columns 4v ... 4v + 3 of each 16: a transposition of four by four parts of four lanes.
-#pragma GCC unroll 2
-    for (int v = 0; v < kGroup; v += 2) exchange<4>(group[v], group[v + 1], std::make_integer_sequence<int, kLanes>{});
-#pragma GCC unroll 2
-    for (int v = 0; v < 2; v++) exchange<8>(group[v], group[v + 2], std::make_integer_sequence<int, kLanes>{});
+    DSJAX_EACH_PAIR(v, kGroup) exchange<4>(group[v], group[v + 1]);
+    DSJAX_EACH(v, 2) exchange<8>(group[v], group[v + 2]);
   }
 #elif defined(__F16C__) && defined(__AVX2__) && !defined(__AVX512F__)
   typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
@@ -374,8 +358,7 @@ struct Float8 {
   }
   typedef NoTables Held;
   static void widen_group(const uint8_t* from, Vec (&group)[kGroup], Held) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kGroup; v += 2) {
+    DSJAX_EACH_PAIR(v, kGroup) {
       typedef int8_t SignedBytes2 __attribute__((vector_size(2 * kLanes)));
       const SignedBytes2 all = load_as<SignedBytes2>(from + v * kLanes);
 #if defined(__clang__)
@@ -422,14 +405,12 @@ struct Float8 {
     widen_both(((Shorts)all >> 1) & kept, group[1], group[3]);
   }
   static void order_quick(Vec (&group)[kGroup]) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kGroup; v += 2) interleave(group[v], group[v + 1]);
+    DSJAX_EACH_PAIR(v, kGroup) interleave(group[v], group[v + 1]);
   }
 #else
   typedef NoTables Held;
   static void widen_group(const uint8_t* from, Vec (&group)[kGroup], Held) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kGroup; v++) group[v] = widen(from + v * kLanes);
+    DSJAX_EACH(v, kGroup) group[v] = widen(from + v * kLanes);
   }
   static void order(Vec (&)[kGroup]) {}
 #endif

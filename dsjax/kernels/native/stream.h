@@ -85,8 +85,7 @@ class Stream {
     static constexpr int rows_of_a_byte = 1;
     template <int vectors>
     void quick(long k, int, long column, Factors, Vec (&values)[vectors], Codes&) const {
-#pragma GCC unroll 4
-      for (int v = 0; v < vectors; v++) values[v] = rows[k - first][column / kLanes + v];
+      DSJAX_EACH(v, vectors) values[v] = rows[k - first][column / kLanes + v];
     }
   };
 
@@ -100,8 +99,7 @@ class Stream {
     if constexpr (B::scaled) {
       Vec widened[kDepth<B>][kGroup];
       for (long d = k; d < next; d += B::rows_of_a_byte)
-#pragma GCC unroll 2
-        for (int part = 0; part < B::rows_of_a_byte; part++) b.quick(d, part, from + i, factors, widened[d + part - k], codes);
+        DSJAX_EACH(part, B::rows_of_a_byte) b.quick(d, part, from + i, factors, widened[d + part - k], codes);
       AnyCode any;
       for (int v = 0; v < kGroup; v += kNarrow) tiles(rows, a, Widened{widened, k}, NoTables{}, k, next, v * kLanes, i + v * kLanes, any);
     } else {
@@ -129,30 +127,21 @@ class Stream {
     typename B::Codes codes = seen;
     Vec total[rows][vectors];
     const float* x[rows];
-#pragma GCC unroll 4
-    for (int row = 0; row < rows; row++) {
+    DSJAX_EACH(row, rows) {
       x[row] = a[r + row];
-#pragma GCC unroll 4
-      for (int v = 0; v < vectors; v++) total[row][v] = load(sums(0, r + row) + at + v * kLanes);
+      DSJAX_EACH(v, vectors) total[row][v] = load(sums(0, r + row) + at + v * kLanes);
     }
     for (; k < next; k += B::rows_of_a_byte)
-#pragma GCC unroll 2
-      for (int part = 0; part < B::rows_of_a_byte; part++) {
+      DSJAX_EACH(part, B::rows_of_a_byte) {
         Vec w[vectors];
         b.quick(k, part, column, factors, w, codes);
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) pin(w[v]);
-#pragma GCC unroll 4
-        for (int row = 0; row < rows; row++) {
+        DSJAX_EACH(v, vectors) pin(w[v]);
+        DSJAX_EACH(row, rows) {
           const Vec own = broadcast(x[row][k + part]);
-#pragma GCC unroll 4
-          for (int v = 0; v < vectors; v++) total[row][v] += own * w[v];
+          DSJAX_EACH(v, vectors) total[row][v] += own * w[v];
         }
       }
-#pragma GCC unroll 4
-    for (int row = 0; row < rows; row++)
-#pragma GCC unroll 4
-      for (int v = 0; v < vectors; v++) store(sums(0, r + row) + at + v * kLanes, total[row][v]);
+    DSJAX_EACH(row, rows) DSJAX_EACH(v, vectors) store(sums(0, r + row) + at + v * kLanes, total[row][v]);
     seen = codes;
   }
 
