@@ -91,7 +91,7 @@ class NativeKernels:
         gate_up, D = stack["gate_up.weight"], stack["down.weight"].shape[-1]
         out = jax.ShapeDtypeStruct((*ids_NK.shape, D) if terms else (ids_NK.shape[0], D), jnp.float32)
         sizes = (gate_up.shape[1], D, gate_up.shape[-1], *ids_NK.shape, gate_up.dtype.itemsize, terms)
-        return self._call("experts", out, sizes)(*arguments, **settings)[0]
+        return self._call("experts", out, sizes, *arguments, **settings)[0]
 
     def experts_together(
         self,
@@ -126,28 +126,17 @@ class NativeKernels:
         (N, K), D = ids_NK.shape, stack["down.weight"].shape[-1]
         out = [jax.ShapeDtypeStruct((N, D), jnp.float32), jax.ShapeDtypeStruct((held + 1,), jnp.int32)]
         # `together`: most threads that compute for the group
-        counts = {"ranks": ranks, "held": held, "together": min(ranks, most_threads()), "patience": self.patience}
-        settings |= {name: np.int64(count) for name, count in counts.items()}
-        sums, tokens, _ = self._call("experts_together", out, (N, K, D))(*arguments, place, group, **settings)
+        settings |= {"ranks": ranks, "held": held, "together": min(ranks, most_threads()), "patience": self.patience}
+        sums, tokens = self._call("experts_together", out, (N, K, D), *arguments, place, group, **settings)
         return sums, tokens[:-1], tokens[-1]
 
     def _expert_inputs(self, stack, layer, rows, ids_NK, weights_NK, pieces, fp4_block, hidden, powers, limit):
         """Return the arguments and the settings that ``experts`` and ``experts_together`` have in common."""
-        gate_up, down = stack["gate_up.weight"], stack["down.weight"]
-        none = jnp.zeros((1,), jnp.float32)
-        scales = [
-            stack.get(f"{name}.{part}", none) for part in ("scale", "global_scale") for name in ("gate_up", "down")
-        ]
+        parts = ("weight", "scale", "global_scale")
+        weights = [_or_empty(stack.get(f"{name}.{part}")) for part in parts for name in ("gate_up", "down")]
         routed = layer.astype(jnp.int32), rows, ids_NK.astype(jnp.int32), weights_NK.astype(jnp.float32)
-        settings = {
-            "threads": np.int64(self.threads),
-            "pieces": np.int64(pieces),
-            "fp4_block": np.int64(fp4_block),
-            "hidden": np.int64(HIDDEN_FORMATS.index(hidden)),
-            "powers": powers,
-            "limit": np.float32(limit or 0),
-        }
-        return (gate_up, down, *scales, *routed), settings
+        settings = {"pieces": pieces, "fp4_block": fp4_block, "powers": powers, "limit": float(limit or 0)}
+        return (*weights, *routed), settings | {"hidden": HIDDEN_FORMATS.index(hidden)}
 
     def dense(
         self,
@@ -168,17 +157,8 @@ class NativeKernels:
         """
         columns = (weight.shape[1],) if transposed else weight.shape[2:]
         out = jax.ShapeDtypeStruct((rows.shape[0], *columns), jnp.float32)
-        scale = jnp.zeros((1,), jnp.float32) if scale is None else scale
-        return self._call("dense", out, (rows.shape[0],))(
-            weight,
-            scale,
-            layer.astype(jnp.int32),
-            rows,
-            threads=np.int64(self.threads),
-            pieces=np.int64(pieces),
-            transposed=transposed,
-            grouped=grouped,
-        )[0]
+        arrays, settings = (weight, _or_empty(scale), layer.astype(jnp.int32), rows), {"transposed": transposed}
+        return self._call("dense", out, (rows.shape[0],), *arrays, pieces=pieces, grouped=grouped, **settings)[0]
 
     def norm(
         self, rows: Float[Array, "N W"], scale: Float[Array, "W"], eps: float, bias: Float[Array, "W"] | None = None
@@ -188,8 +168,7 @@ class NativeKernels:
         With a bias, return layer norms: ``x - mean(x)`` replaces x, and the bias is added.
         """
         out = jax.ShapeDtypeStruct(rows.shape, jnp.float32)
-        settings = {"threads": np.int64(self.threads), "eps": np.float32(eps), "centred": bias is not None}
-        return self._call("norm", out, ())(rows, scale, scale if bias is None else bias, **settings)[0]
+        return self._call("norm", out, (), rows, scale, _or_empty(bias), eps=float(eps))[0]
 
     def router(
         self,
@@ -211,15 +190,8 @@ class NativeKernels:
         """
         shape = scores_NE.shape[0], k
         outs = [jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)]
-        counts = {"groups": groups, "kept": kept, "best": best, "threads": self.threads}
-        return self._call("router", outs, (scores_NE.shape[1], groups))(
-            scores_NE,
-            jnp.zeros((1,), jnp.float32) if bias_E is None else bias_E,
-            biased=bias_E is not None,
-            normalised=normalised,
-            factor=np.float32(factor),
-            **{name: np.int64(count) for name, count in counts.items()},
-        )[:2]
+        settings = {"groups": groups, "kept": kept, "best": best, "normalised": normalised, "factor": float(factor)}
+        return self._call("router", outs, (scores_NE.shape[1], groups), scores_NE, _or_empty(bias_E), **settings)
 
     def exchange(
         self,
@@ -246,8 +218,8 @@ class NativeKernels:
         if not gathers and rows % ranks:
             raise ValueError(f"{rows} rows are exchanged between {ranks} devices; expected a multiple of {ranks}")
         out = jax.ShapeDtypeStruct((rows * ranks if gathers else rows, *width), rows_NW.dtype)
-        settings = {"ranks": np.int64(ranks), "gathers": gathers, "patience": np.int64(self.patience)}
-        return self._call("exchange", out, ())(rows_NW, place, group, **settings)[0]
+        settings = {"ranks": ranks, "gathers": gathers, "patience": self.patience}
+        return self._call("exchange", out, (), rows_NW, place, group, **settings)[0]
 
     def index_choice(
         self,
@@ -271,16 +243,10 @@ class NativeKernels:
         (R, C, I, A), (Pr, G) = query.shape, (tables.shape[1], keys.shape[2])
         shapes = (((R, C, k), jnp.int32), ((R, C), jnp.int32), ((R, C, -(-Pr * G // 32)), jnp.uint32))
         outs = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-        return self._call("index_choice", outs, (R, C, I, A, Pr, G))(
-            query,
-            weight,
-            keys,
-            cache.get("index_scale", jnp.zeros((1,), jnp.float32)),
-            *(array.astype(jnp.int32) for array in (layer, positions, tables)),
-            jnp.ones((1,), jnp.uint8) if filled is None else filled.astype(jnp.uint8),
-            threads=np.int64(self.threads),
-            packed=packed,
-        )[:3]
+        scale, filled = _or_empty(cache.get("index_scale")), _or_empty(filled, jnp.uint8)
+        rows = (array.astype(jnp.int32) for array in (layer, positions, tables))
+        sizes = (R, C, I, A, Pr, G)
+        return self._call("index_choice", outs, sizes, query, weight, keys, scale, *rows, filled, packed=packed)
 
     def attention(
         self,
@@ -310,24 +276,19 @@ class NativeKernels:
         chosen: only for expanded attention, one bit per position that a query attends to; None: all positions that it sees.
         scale: of the scores.
         """
-        latent, (*lead, H, N), none = cache["latent"], q_nope.shape, jnp.zeros((1,), jnp.float32)
+        latent, (*lead, H, N) = cache["latent"], q_nope.shape
         U = weights["weight"].shape[-1] // H - N
         out = jax.ShapeDtypeStruct((*lead, H, U), jnp.float32)
         sizes = (*lead, H, N, q_rope.shape[-1], U, latent.shape[-1], latent.dtype.itemsize)
-        return self._call(name, out, sizes)(
-            q_nope,
-            q_rope,
-            weights["weight"],
-            weights.get("scale", none),
-            index.astype(jnp.int32),
-            latent,
-            cache["rope"],
-            cache.get("scale", none),
+        return self._call(
+            name,
+            out,
+            sizes,
+            *(q_nope, q_rope, weights["weight"], _or_empty(weights.get("scale")), index.astype(jnp.int32)),
+            *(latent, cache["rope"], _or_empty(cache.get("scale"))),
             *(array.astype(jnp.int32) for array in (layer, start, length, tables)),
-            jnp.ones((1,), jnp.uint8) if filled is None else filled.astype(jnp.uint8),
-            jnp.ones((1,), jnp.uint32) if chosen is None else chosen,
-            threads=np.int64(self.threads),
-            scale=np.float32(scale),
+            *(_or_empty(filled, jnp.uint8), _or_empty(chosen, jnp.uint32)),
+            scale=float(scale),
         )[0]
 
     def compressed_attention(
@@ -356,20 +317,17 @@ class NativeKernels:
         ring: each row's window pages; position ``p`` lies on page ``p // G % Pw``. filled: as in ``attention``, for the window.
         count: number of entries that a query attends to. chosen: which ones, ascending; None: the first ``count``.
         """
-        out, none = jax.ShapeDtypeStruct(query.shape, jnp.float32), jnp.zeros((1,), jnp.int32)
-        return self._call("compressed_attention", out, (*query.shape[2:], rotated))(
-            query,
-            sink,
-            window,
-            jnp.zeros((1,), jnp.float32) if entries is None else entries,
+        out = jax.ShapeDtypeStruct(query.shape, jnp.float32)
+        return self._call(
+            "compressed_attention",
+            out,
+            (*query.shape[2:], rotated),
+            *(query, sink, window, _or_empty(entries)),
             *(array.astype(jnp.int32) for array in (*layers, positions, ring, tables)),
-            jnp.ones((1,), jnp.uint8) if filled is None else filled.astype(jnp.uint8),
-            none if chosen is None else chosen,
-            count.astype(jnp.int32),
-            threads=np.int64(self.threads),
-            span=np.int64(span),
-            scale=np.float32(scale),
-            rotated=np.int64(rotated),
+            *(_or_empty(filled, jnp.uint8), _or_empty(chosen, jnp.int32), count.astype(jnp.int32)),
+            span=span,
+            scale=float(scale),
+            rotated=rotated,
         )[0]
 
     def streams(
@@ -389,11 +347,9 @@ class NativeKernels:
         """
         (N, n, D), w = x.shape, weight.shape[1]
         shapes = ((N, D), (N, n), (N, n, n))[: 1 if w == n else 3]
-        settings = {"rounds": np.int64(rounds), "norm_eps": np.float32(norm_eps), "eps": np.float32(eps)}
+        settings = {"rounds": rounds, "norm_eps": float(norm_eps), "eps": float(eps)}
         outs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-        return self._call("streams", outs, (n, D, w))(
-            x, weight, base, scale, threads=np.int64(self.threads), **settings
-        )[:-1]
+        return self._call("streams", outs, (n, D, w), x, weight, base, scale, **settings)
 
     def streams_after(
         self,
@@ -404,14 +360,31 @@ class NativeKernels:
     ) -> Float[Array, "N n D"]:
         """Return the streams after a block with result ``y``: ``spread ⊗ y + mixingᵀ x``."""
         out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-        return self._call("streams_after", out, ())(x, spread, mixing, y, threads=np.int64(self.threads))[0]
+        return self._call("streams_after", out, (), x, spread, mixing, y)[0]
 
-    def _call(self, kernel: str, out: jax.ShapeDtypeStruct | list[jax.ShapeDtypeStruct], sizes: tuple[int, ...]):
-        """Return the custom call ``kernel``, whose last result is its scratch memory. sizes: what the kernel's scratch depends on."""
-        count = getattr(_library(self.path), f"dsjax_{kernel}_scratch")
-        scratch = count(*(ctypes.c_int64(size) for size in (*sizes, self.threads)))
-        outs = out if isinstance(out, list) else [out]
-        return jax.ffi.ffi_call(_target(kernel, self.name), (*outs, jax.ShapeDtypeStruct((scratch,), jnp.uint8)))
+    def _call(self, kernel: str, out, sizes: tuple[int, ...], *arrays: Array, **settings: bool | int | float):
+        """Return the results of the custom call ``kernel``, described by ``out``, one or a list of ``jax.ShapeDtypeStruct``.
+
+        sizes: what the size of its scratch memory depends on, which is the call's last result.
+        """
+        numbers = (ctypes.c_int64 * (len(sizes) + 1))(*sizes, self.threads)
+        scratch = jax.ShapeDtypeStruct((getattr(_library(self.path), f"dsjax_{kernel}_scratch")(numbers),), jnp.uint8)
+        call = jax.ffi.ffi_call(_target(kernel, self.name), (*(out if isinstance(out, list) else [out]), scratch))
+        settings = {"threads": self.threads} | settings
+        return call(*arrays, **{name: _scalar(value) for name, value in settings.items()})[:-1]
+
+
+def _scalar(value: bool | int | float) -> bool | np.int64 | np.float32:
+    if isinstance(value, bool):
+        return value
+    return np.float32(value) if isinstance(value, float) else np.int64(value)
+
+
+def _or_empty(array: Array | None, dtype=None) -> Array:
+    """Return an array as ``dtype``, or, for one that a kernel can do without, an array without elements."""
+    if array is None:
+        return jnp.zeros((0,), dtype or jnp.float32)
+    return array if dtype is None else array.astype(dtype)
 
 
 @dataclass(frozen=True)

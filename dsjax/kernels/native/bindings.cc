@@ -80,38 +80,38 @@ class Call {
     const bool there = index < frame_->args.size && frame_->args.types[index] == XLA_FFI_ArgType_BUFFER;
     return some(there ? frame_->args.args[index] : nullptr);
   }
-  const int64_t* shape(long index) { return array(index).shape(); }
-  int bytes_of(long index) { return static_cast<int>(array(index).width()); }
-  const void* data(long index) { return array(index).data(); }
-  template <class T>
-  const T* values(long index) {
-    return static_cast<const T*>(typed<T>(array(index)));
-  }
   Array result(long index) {
     const bool there = 0 <= index && index < frame_->rets.size && frame_->rets.types[index] == XLA_FFI_RetType_BUFFER;
     return some(there ? frame_->rets.rets[index] : nullptr);
   }
-  template <class T>
-  T* results(long index) {
-    return static_cast<T*>(typed<T>(result(index)));
-  }
   Array scratch() { return result(frame_->rets.size - 1); }
-  template <class T>
-  T setting(const char* name) {
-    const XLA_FFI_Attrs& all = frame_->attrs;
-    for (long i = 0; i < all.size; i++) {
-      const XLA_FFI_ByteSpan& found = *all.names[i];
-      if (found.len != std::strlen(name) || std::memcmp(found.ptr, name, found.len) != 0) continue;
-      if (all.types[i] != XLA_FFI_AttrType_SCALAR) break;
-      const XLA_FFI_Scalar& scalar = *static_cast<const XLA_FFI_Scalar*>(all.attrs[i]);
-      if (scalar.dtype != type_of<T>()) break;
-      T value;
-      std::memcpy(&value, scalar.value, sizeof(T));
-      return value;
-    }
-    fits_ = false;
-    return T();
+
+  // Points to the arrays from number `index` on, of the pointers' types (any type for `void`); null for an array without elements.
+  template <class... T>
+  void arrays(long index, const T*&... pointers) {
+    ((point(pointers, array(index)), pointers = array(index++).elements() ? pointers : nullptr), ...);
   }
+  template <class... T>
+  void results(T*&... pointers) {
+    long index = 0;
+    (point(pointers, result(index++)), ...);
+  }
+  // Sets numbers to the lengths of all of an array's axes.
+  template <class... Number>
+  void axes(Array array, Number&... lengths) {
+    require(array.rank() == sizeof...(lengths));
+    const int64_t* length = array.shape();
+    ((lengths = *length++), ...);
+  }
+  // Sets numbers to the settings of the names before them.
+  template <class Number, class... More>
+  void settings(const char* name, Number& number, More&&... more) {
+    typedef std::conditional_t<std::is_same_v<Number, bool> || std::is_same_v<Number, float>, Number, int64_t> Sent;
+    number = static_cast<Number>(setting<Sent>(name));
+    if constexpr (sizeof...(more) > 0) settings(more...);
+  }
+  // What has to hold for the call to be one that the kernel can answer.
+  void require(bool fits) { fits_ = fits_ && fits; }
 
   // Has another of XLA's threads run a task; this one does, where XLA has none.
   Schedule pool() {
@@ -145,8 +145,18 @@ class Call {
   int64_t run_id() {
     auto arguments = DSJAX_ARGUMENTS(XLA_FFI_RunId_Get_Args);
     arguments.ctx = frame_->ctx;
-    fits_ = !failed(api(), api()->XLA_FFI_RunId_Get(&arguments)) && fits_;
+    require(!failed(api(), api()->XLA_FFI_RunId_Get(&arguments)));
     return arguments.run_id;
+  }
+
+  // Leaves word with XLA that the call is over when `proceed` is called, with what came of a meeting.
+  XLA_FFI_Error* promise(int64_t patience, std::function<void(Outcome)>& proceed) {
+    auto arguments = DSJAX_ARGUMENTS(XLA_FFI_Future_Create_Args);
+    XLA_FFI_Error* found = api()->XLA_FFI_Future_Create(&arguments);
+    if (found != nullptr) return found;
+    frame_->future = arguments.future;
+    proceed = [api = api(), future = arguments.future, patience](Outcome outcome) { keep(api, future, patience, outcome); };
+    return nullptr;
   }
 
   // Whether everything that was asked for is there, with the type that was asked for.
@@ -165,194 +175,32 @@ class Call {
   Array some(const void* buffer) {
     static int64_t axes[8] = {};
     static XLA_FFI_Buffer nothing{XLA_FFI_Buffer_STRUCT_SIZE, nullptr, XLA_FFI_DataType_INVALID, axes, 0, axes};
-    fits_ = fits_ && buffer != nullptr;
+    require(buffer != nullptr);
     return Array(buffer ? static_cast<const XLA_FFI_Buffer*>(buffer) : &nothing);
   }
   template <class T>
-  void* typed(Array array) {
-    fits_ = fits_ && array.type() == type_of<T>();
-    return array.data();
+  void point(T*& pointer, Array array) {
+    require(std::is_void_v<T> || array.type() == type_of<std::remove_const_t<T>>());
+    pointer = static_cast<T*>(array.data());
   }
-
-  XLA_FFI_CallFrame* frame_;
-  bool fits_ = true;
-};
-
-// gate_up [L, X, D, 2, F], down [L, X, F, D], their scales (or anything, unless the weights are one byte wide), scales of whole
-// matrices in NVFP4, [L, X, 2, 1] and [L, X, 1] (or one value), layer [], all with D or F halved along the depth in FP4 (fp4_block not 0),
-// rows [N, W >= D] of 4 bytes an element, ids [N, K], weights [N, K] -> [N, D], or [N, K, D]: the terms of each sum apart.
-Experts described_experts(Call& call) {
-  auto shape = call.shape(0), table = call.shape(8);
-  const int64_t fp4_block = call.setting<int64_t>("fp4_block");
-  const bool wholes = fp4_block && call.array(4).rank() == 4;
-  Experts kernel;
-  kernel.gate_up = call.data(0);
-  kernel.down = call.data(1);
-  kernel.gate_up_scale = call.data(2);
-  kernel.down_scale = call.data(3);
-  kernel.bytes = call.bytes_of(0);
-  kernel.layer = *call.values<int32_t>(6);
-  kernel.X = shape[1], kernel.D = shape[2] * (fp4_block ? 2 : 1), kernel.F = shape[4];
-  kernel.fp4_block = fp4_block, kernel.integers = fp4_block && call.bytes_of(2) == 2;
-  kernel.hidden_format = static_cast<Hidden>(call.setting<int64_t>("hidden")), kernel.powers = call.setting<bool>("powers");
-  kernel.limit = call.setting<float>("limit");
-  kernel.gate_up_whole = wholes ? call.values<float>(4) : nullptr;
-  kernel.down_whole = wholes ? call.values<float>(5) : nullptr;
-  kernel.rows = static_cast<const float*>(call.data(7));
-  kernel.row_stride = call.shape(7)[1];
-  kernel.ids = call.values<int32_t>(8);
-  kernel.weights = call.values<float>(9);
-  kernel.N = table[0], kernel.K = table[1];
-  kernel.out = call.results<float>(0);
-  kernel.pieces = call.setting<int64_t>("pieces"), kernel.apart = call.result(0).rank() == 3;
-  return kernel;
-}
-
-XLA_FFI_Error* experts(Call call) { return call.run(described_experts(call)); }
-
-// weight [L, K, J] or [L, K, 2, J], or transposed [L, J, K]; its scales (or anything, unless it is one byte wide), layer [], rows [N, K]
-// -> [N, J] or [N, 2, J]. Grouped: weight [L, K, G, J], rows [N, G, K] -> [N, G, J].
-XLA_FFI_Error* dense(Call call) {
-  auto shape = call.shape(0), rows = call.shape(3);
-  const long rank = call.array(0).rank();
-  Dense kernel;
-  kernel.weight = call.data(0);
-  kernel.scale = static_cast<const float*>(call.data(1));
-  kernel.bytes = call.bytes_of(0);
-  kernel.transposed = call.setting<bool>("transposed");
-  kernel.layer = *call.values<int32_t>(2);
-  kernel.grouped = call.setting<bool>("grouped");
-  kernel.K = kernel.grouped ? shape[1] : rows[1], kernel.parts = rank == 4 ? shape[2] : 1;
-  kernel.width = kernel.transposed || rank < 3 ? shape[1] : shape[rank - 1];
-  kernel.pieces = call.setting<int64_t>("pieces");
-  kernel.x = call.values<float>(3), kernel.N = rows[0];
-  kernel.out = call.results<float>(0);
-  return call.run(kernel);
-}
-
-// rows [N, D], scale [D], bias [D] of a layer norm (or anything, for none) -> [N, D].
-XLA_FFI_Error* norm(Call call) {
-  auto shape = call.shape(0);
-  const float* bias = call.setting<bool>("centred") ? call.values<float>(2) : nullptr;
-  Norm kernel{call.values<float>(0), call.values<float>(1), shape[0], shape[1], call.setting<float>("eps"), call.results<float>(0), 1, bias};
-  return call.run(kernel);
-}
-
-// scores [N, E], bias [E] (or one value, for none) -> ids [N, K], weights [N, K].
-XLA_FFI_Error* router(Call call) {
-  auto shape = call.shape(0);
-  Router kernel;
-  kernel.scores = call.values<float>(0);
-  kernel.bias = call.setting<bool>("biased") ? call.values<float>(1) : nullptr;
-  kernel.ids = call.results<int32_t>(0), kernel.weights = call.results<float>(1);
-  kernel.N = shape[0], kernel.E = shape[1], kernel.K = call.result(0).shape()[1];
-  kernel.groups = call.setting<int64_t>("groups"), kernel.kept = call.setting<int64_t>("kept"), kernel.best = call.setting<int64_t>("best");
-  kernel.normalised = call.setting<bool>("normalised"), kernel.factor = call.setting<float>("factor");
-  return call.run(kernel);
-}
-
-// q_nope [R, C, H, N], q_rope [R, C, H, O], weights [L', M, H (N + U)], their scales [L', M / 128, H (N + U) / 128] (or one value, unless they
-// are one byte wide), their layer [], latent [L, P, G, M], rope [L, P, G, O], the latents' scales [L, P, G, M / 128] (or one value, likewise),
-// layer [], start [R], length [R], tables [R, Pr], filled [P, G] of one byte (or one value, where all is), chosen [R, C, Pr G / 32] (or one
-// value, for all positions) -> [R, C, H, U]. The scale of the scores is one value [].
-template <class Kernel>
-XLA_FFI_Error* attention(Call call) {
-  auto shape = call.shape(0), weights = call.shape(2), pages = call.shape(5);
-  Kernel kernel;
-  kernel.q_nope = call.values<float>(0);
-  kernel.q_rope = call.values<float>(1);
-  kernel.weights = {call.data(2), call.bytes_of(2), *call.values<int32_t>(4), weights[1], weights[2], call.values<float>(3)};
-  kernel.R = shape[0], kernel.C = shape[1], kernel.H = shape[2];
-  kernel.N = shape[3], kernel.O = call.shape(1)[3], kernel.U = call.result(0).shape()[3], kernel.M = pages[3];
-  kernel.Pr = call.shape(11)[1];
-  Cache& cache = kernel.cache;
-  cache.latent = call.data(5);
-  cache.bytes = call.bytes_of(5);
-  cache.rope = call.data(6);
-  cache.scale = call.values<float>(7);
-  cache.layer = *call.values<int32_t>(8), cache.pages = pages[1], cache.G = pages[2];
-  kernel.start = call.values<int32_t>(9);
-  kernel.length = call.values<int32_t>(10);
-  kernel.tables = call.values<int32_t>(11);
-  kernel.filled = call.array(12).rank() == 2 ? call.values<uint8_t>(12) : nullptr;
-  kernel.chosen = call.array(13).rank() == 3 ? call.values<uint32_t>(13) : nullptr;
-  kernel.scale = call.setting<float>("scale");
-  kernel.out = call.results<float>(0);
-  return call.run(kernel);
-}
-
-// query [R, C, I, A], weight [R, C, I], keys [L, P, G, A], their scales [L, P, G, A / 128] (or one value, unless they are one byte wide),
-// layer [], positions [R, C], tables [R, Pr], filled [P, G] of one byte (or one value, where all is) -> positions [R, C, k], count [R, C],
-// words [R, C, S / 32].
-XLA_FFI_Error* index_choice(Call call) {
-  auto shape = call.shape(0), pages = call.shape(2);
-  IndexChoice kernel;
-  kernel.query = call.values<float>(0);
-  kernel.weight = call.values<float>(1);
-  kernel.keys = call.data(2);
-  kernel.key_scale = call.values<float>(3);
-  kernel.positions = call.values<int32_t>(5);
-  kernel.tables = call.values<int32_t>(6);
-  kernel.filled = call.array(7).rank() == 2 ? call.values<uint8_t>(7) : nullptr;
-  kernel.bytes = call.setting<bool>("packed") ? 0 : call.bytes_of(2);
-  kernel.layer = *call.values<int32_t>(4), kernel.pages = pages[1], kernel.G = pages[2];
-  kernel.R = shape[0], kernel.C = shape[1], kernel.I = shape[2], kernel.A = shape[3];
-  kernel.Pr = call.shape(6)[1], kernel.k = call.result(0).shape()[2];
-  kernel.chosen = call.results<int32_t>(0);
-  kernel.count = call.results<int32_t>(1);
-  kernel.words = call.results<uint32_t>(2);
-  return call.run(kernel);
-}
-
-// query [R, C, H, M], sink [H], window [L, W, G, *], entries [L', P, E, *] (or one value), their layers [] and [], positions [R, C], ring
-// [R, Pw], tables [R, Pr], filled [W, G] of one byte (or one value, where all is), chosen [R, C, k] (or one value, for the first), their count
-// [R, C] -> [R, C, H, M]. span: tokens of a window. scale: of the scores. rotated: values of an FP8 entry that are bfloat16; 0: vectors are float32.
-XLA_FFI_Error* compressed_attention(Call call) {
-  auto shape = call.shape(0), window = call.shape(2), entries = call.shape(3);
-  CompressedAttention kernel;
-  kernel.query = call.values<float>(0), kernel.sink = call.values<float>(1);
-  const long rotated = call.setting<int64_t>("rotated");
-  kernel.window = {rotated ? call.data(2) : call.values<float>(2), *call.values<int32_t>(4), window[1], window[2], rotated};
-  kernel.entries = {rotated ? call.data(3) : call.values<float>(3), *call.values<int32_t>(5), 0, 1, rotated};
-  if (call.array(3).rank() == 4) kernel.entries.pages = entries[1], kernel.entries.G = entries[2];
-  kernel.R = shape[0], kernel.C = shape[1], kernel.H = shape[2], kernel.M = shape[3];
-  kernel.positions = call.values<int32_t>(6);
-  kernel.ring = call.values<int32_t>(7), kernel.Pw = call.shape(7)[1];
-  kernel.tables = call.values<int32_t>(8), kernel.Pr = call.shape(8)[1];
-  kernel.filled = call.array(9).rank() == 2 ? call.values<uint8_t>(9) : nullptr;
-  const bool chooses = call.array(10).rank() == 3;
-  kernel.chosen = chooses ? call.values<int32_t>(10) : nullptr, kernel.k = chooses ? call.shape(10)[2] : 0;
-  kernel.count = call.values<int32_t>(11);
-  kernel.span = call.setting<int64_t>("span"), kernel.scale = call.setting<float>("scale");
-  kernel.out = call.results<float>(0);
-  return call.run(kernel);
-}
-
-// x [N, n, D], weight [n D, w], base [w], factor [3] or [1] -> [N, D]; and where w is (2 + n) n, [N, n] and [N, n, n].
-XLA_FFI_Error* streams(Call call) {
-  auto shape = call.shape(0);
-  Streams kernel;
-  kernel.x = call.values<float>(0), kernel.weight = call.values<float>(1), kernel.base = call.values<float>(2);
-  kernel.factor = call.values<float>(3);
-  kernel.N = shape[0], kernel.n = shape[1], kernel.D = shape[2], kernel.w = call.shape(1)[1];
-  kernel.rounds = call.setting<int64_t>("rounds");
-  kernel.norm_eps = call.setting<float>("norm_eps"), kernel.eps = call.setting<float>("eps");
-  kernel.read = call.results<float>(0);
-  if (kernel.w != kernel.n) kernel.spread = call.results<float>(1), kernel.mixing = call.results<float>(2);
-  return call.run(kernel);
-}
-
-// x [N, n, D], spread [N, n], mixing [N, n, n], y [N, D] -> [N, n, D].
-XLA_FFI_Error* streams_after(Call call) {
-  auto shape = call.shape(0);
-  StreamsAfter kernel{call.values<float>(0), call.values<float>(1), call.values<float>(2), call.values<float>(3),
-                      shape[0], shape[1], shape[2], call.results<float>(0), 1};
-  return call.run(kernel);
-}
-
-// How a device goes on after a meeting: what `future` has promised XLA is kept, or has failed.
-std::function<void(Outcome)> kept(const XLA_FFI_Api* api, XLA_FFI_Future* future, int64_t patience) {
-  return [api, future, patience](Outcome outcome) {
+  template <class T>
+  T setting(const char* name) {
+    const XLA_FFI_Attrs& all = frame_->attrs;
+    for (long i = 0; i < all.size; i++) {
+      const XLA_FFI_ByteSpan& found = *all.names[i];
+      if (found.len != std::strlen(name) || std::memcmp(found.ptr, name, found.len) != 0) continue;
+      if (all.types[i] != XLA_FFI_AttrType_SCALAR) break;
+      const XLA_FFI_Scalar& scalar = *static_cast<const XLA_FFI_Scalar*>(all.attrs[i]);
+      if (scalar.dtype != type_of<T>()) break;
+      T value;
+      std::memcpy(&value, scalar.value, sizeof(T));
+      return value;
+    }
+    require(false);
+    return T();
+  }
+  // What `future` has promised XLA is kept, or has failed.
+  static void keep(const XLA_FFI_Api* api, XLA_FFI_Future* future, int64_t patience, Outcome outcome) {
     if (outcome == Outcome::met) {
       auto arguments = DSJAX_ARGUMENTS(XLA_FFI_Future_SetAvailable_Args);
       arguments.future = future;
@@ -367,66 +215,209 @@ std::function<void(Outcome)> kept(const XLA_FFI_Api* api, XLA_FFI_Future* future
       arguments.error = error(api, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "there is no memory for what experts of a device are to compute");
     else arguments.error = invalid(api, "the devices of an exchange had not the places 0 to ranks - 1, each of them once");
     if (failed(api, api->XLA_FFI_Future_SetError(&arguments))) std::abort();
-  };
+  }
+
+  XLA_FFI_CallFrame* frame_;
+  bool fits_ = true;
+};
+
+// Arrays below that can be left out are then empty.
+
+// gate_up [L, X, D, 2, F], down [L, X, F, D], their scales (of weights of one byte or less), scales of whole matrices in NVFP4, [L, X, 2, 1]
+// and [L, X, 1], layer [], all with D or F halved along the depth in FP4 (fp4_block not 0), rows [N, W >= D] of 4 bytes an element, ids
+// [N, K], weights [N, K] -> [N, D], or [N, K, D]: the terms of each sum apart.
+Experts described_experts(Call& call) {
+  Experts kernel;
+  const int32_t* layer;
+  const void* rows;
+  call.arrays(0, kernel.gate_up, kernel.down, kernel.gate_up_scale, kernel.down_scale, kernel.gate_up_whole, kernel.down_whole, layer, rows,
+              kernel.ids, kernel.weights);
+  call.results(kernel.out);
+  call.settings("threads", kernel.threads, "pieces", kernel.pieces, "fp4_block", kernel.fp4_block, "hidden", kernel.hidden_format, "powers",
+                kernel.powers, "limit", kernel.limit);
+  long layers, parts, N;
+  call.axes(call.array(0), layers, kernel.X, kernel.D, parts, kernel.F);
+  call.axes(call.array(7), N, kernel.row_stride);
+  call.axes(call.array(8), kernel.N, kernel.K);
+  kernel.layer = *layer, kernel.rows = static_cast<const float*>(rows), kernel.bytes = call.array(0).width();
+  kernel.D *= kernel.fp4_block ? 2 : 1, kernel.integers = kernel.fp4_block && call.array(2).width() == 2;
+  kernel.apart = call.result(0).rank() == 3;
+  return kernel;
 }
 
-// Leaves word with XLA that a call is over when `future` is.
-XLA_FFI_Error* promise(XLA_FFI_CallFrame* frame) {
-  auto arguments = DSJAX_ARGUMENTS(XLA_FFI_Future_Create_Args);
-  XLA_FFI_Error* found = frame->api->XLA_FFI_Future_Create(&arguments);
-  if (found == nullptr) frame->future = arguments.future;
-  return found;
+XLA_FFI_Error* experts(Call call) { return call.run(described_experts(call)); }
+
+// weight [L, K, J] or [L, K, 2, J], or transposed [L, J, K]; its scales (of one byte), layer [], rows [N, K] -> [N, J] or [N, 2, J].
+// Grouped: weight [L, K, G, J], rows [N, G, K] -> [N, G, J].
+XLA_FFI_Error* dense(Call call) {
+  const Array weight = call.array(0), rows = call.array(3);
+  Dense kernel;
+  const int32_t* layer;
+  call.arrays(0, kernel.weight, kernel.scale, layer, kernel.x);
+  call.results(kernel.out);
+  call.settings("pieces", kernel.pieces, "transposed", kernel.transposed, "grouped", kernel.grouped);
+  kernel.bytes = weight.width(), kernel.layer = *layer, kernel.N = rows.shape()[0];
+  kernel.K = kernel.grouped ? weight.shape()[1] : rows.shape()[1], kernel.parts = weight.rank() == 4 ? weight.shape()[2] : 1;
+  kernel.width = weight.shape()[kernel.transposed || weight.rank() < 3 ? 1 : weight.rank() - 1];
+  return call.run(kernel);
+}
+
+// rows [N, D], scale [D], bias [D] of a layer norm -> [N, D].
+XLA_FFI_Error* norm(Call call) {
+  Norm kernel;
+  call.arrays(0, kernel.x, kernel.scale, kernel.bias);
+  call.results(kernel.out);
+  call.settings("eps", kernel.eps);
+  call.axes(call.array(0), kernel.N, kernel.width);
+  return call.run(kernel);
+}
+
+// scores [N, E], bias [E] -> ids [N, K], weights [N, K].
+XLA_FFI_Error* router(Call call) {
+  Router kernel;
+  call.arrays(0, kernel.scores, kernel.bias);
+  call.results(kernel.ids, kernel.weights);
+  call.settings("groups", kernel.groups, "kept", kernel.kept, "best", kernel.best, "normalised", kernel.normalised, "factor", kernel.factor);
+  call.axes(call.array(0), kernel.N, kernel.E);
+  call.axes(call.result(0), kernel.N, kernel.K);
+  return call.run(kernel);
+}
+
+// q_nope [R, C, H, N], q_rope [R, C, H, O], weights [L', M, H (N + U)], their scales [L', M / 128, H (N + U) / 128] (of one byte), their layer
+// [], latent [L, P, G, M], rope [L, P, G, O], the latents' scales [L, P, G, M / 128] (likewise), layer [], start [R], length [R], tables
+// [R, Pr], filled [P, G] of one byte, chosen [R, C, Pr G / 32] -> [R, C, H, U].
+template <class Kernel>
+XLA_FFI_Error* attention(Call call) {
+  Kernel kernel;
+  KeyValueWeights& weights = kernel.weights;
+  Cache& cache = kernel.cache;
+  const int32_t *weights_layer, *layer;
+  call.arrays(0, kernel.q_nope, kernel.q_rope, weights.data, weights.scale, weights_layer, cache.latent, cache.rope, cache.scale, layer,
+              kernel.start, kernel.length, kernel.tables, kernel.filled, kernel.chosen);
+  call.results(kernel.out);
+  call.settings("scale", kernel.scale);
+  long layers;
+  call.axes(call.array(0), kernel.R, kernel.C, kernel.H, kernel.N);
+  call.axes(call.array(1), kernel.R, kernel.C, kernel.H, kernel.O);
+  call.axes(call.result(0), kernel.R, kernel.C, kernel.H, kernel.U);
+  call.axes(call.array(2), layers, weights.M, weights.columns);
+  call.axes(call.array(5), layers, cache.pages, cache.G, kernel.M);
+  call.axes(call.array(11), kernel.R, kernel.Pr);
+  weights.bytes = call.array(2).width(), weights.layer = *weights_layer;
+  cache.bytes = call.array(5).width(), cache.layer = *layer;
+  return call.run(kernel);
+}
+
+// query [R, C, I, A], weight [R, C, I], keys [L, P, G, A], their scales [L, P, G, A / 128] (of one byte), layer [], positions [R, C], tables
+// [R, Pr], filled [P, G] of one byte -> positions [R, C, k], count [R, C], words [R, C, S / 32].
+XLA_FFI_Error* index_choice(Call call) {
+  IndexChoice kernel;
+  const int32_t* layer;
+  bool packed;
+  call.arrays(0, kernel.query, kernel.weight, kernel.keys, kernel.key_scale, layer, kernel.positions, kernel.tables, kernel.filled);
+  call.results(kernel.chosen, kernel.count, kernel.words);
+  call.settings("packed", packed);
+  long layers, width;
+  call.axes(call.array(0), kernel.R, kernel.C, kernel.I, kernel.A);
+  call.axes(call.array(2), layers, kernel.pages, kernel.G, width);
+  call.axes(call.array(6), kernel.R, kernel.Pr);
+  call.axes(call.result(0), kernel.R, kernel.C, kernel.k);
+  kernel.bytes = packed ? 0 : call.array(2).width(), kernel.layer = *layer;
+  return call.run(kernel);
+}
+
+// query [R, C, H, M], sink [H], window [L, W, G, *], entries [L', P, E, *], their layers [] and [], positions [R, C], ring [R, Pw], tables
+// [R, Pr], filled [W, G] of one byte, chosen [R, C, k] (without it the first), their count [R, C] -> [R, C, H, M]. span: tokens of a window.
+// scale: of the scores. rotated: values of an FP8 entry that are bfloat16; 0: vectors are float32.
+XLA_FFI_Error* compressed_attention(Call call) {
+  CompressedAttention kernel;
+  Pages &window = kernel.window, &entries = kernel.entries;
+  const int32_t *window_layer, *entries_layer;
+  call.arrays(0, kernel.query, kernel.sink, window.data, entries.data, window_layer, entries_layer, kernel.positions, kernel.ring, kernel.tables,
+              kernel.filled, kernel.chosen, kernel.count);
+  call.results(kernel.out);
+  call.settings("span", kernel.span, "scale", kernel.scale, "rotated", window.rotated);
+  const Array window_pages = call.array(2), pages = call.array(3), chosen = call.array(10);
+  call.require(window.rotated || (window_pages.type() == XLA_FFI_DataType_F32 && pages.type() == XLA_FFI_DataType_F32));
+  long layers, width;
+  call.axes(call.array(0), kernel.R, kernel.C, kernel.H, kernel.M);
+  call.axes(window_pages, layers, window.pages, window.G, width);
+  call.axes(call.array(7), kernel.R, kernel.Pw);
+  call.axes(call.array(8), kernel.R, kernel.Pr);
+  window.layer = *window_layer, entries.layer = *entries_layer, entries.rotated = window.rotated;
+  if (entries.data) call.axes(pages, layers, entries.pages, entries.G, width);
+  if (kernel.chosen) call.axes(chosen, kernel.R, kernel.C, kernel.k);
+  return call.run(kernel);
+}
+
+// x [N, n, D], weight [n D, w], base [w], factor [3] or [1] -> [N, D]; and where w is (2 + n) n, [N, n] and [N, n, n].
+XLA_FFI_Error* streams(Call call) {
+  Streams kernel;
+  call.arrays(0, kernel.x, kernel.weight, kernel.base, kernel.factor);
+  call.settings("rounds", kernel.rounds, "norm_eps", kernel.norm_eps, "eps", kernel.eps);
+  call.axes(call.array(0), kernel.N, kernel.n, kernel.D);
+  call.axes(call.array(2), kernel.w);
+  if (kernel.w == kernel.n) call.results(kernel.read);
+  else call.results(kernel.read, kernel.spread, kernel.mixing);
+  return call.run(kernel);
+}
+
+// x [N, n, D], spread [N, n], mixing [N, n, n], y [N, D] -> [N, n, D].
+XLA_FFI_Error* streams_after(Call call) {
+  StreamsAfter kernel;
+  call.arrays(0, kernel.x, kernel.spread, kernel.mixing, kernel.y);
+  call.results(kernel.out);
+  call.axes(call.array(0), kernel.N, kernel.n, kernel.D);
+  return call.run(kernel);
 }
 
 // rows [N, W], this device's place in its group of `ranks`, [], and which of the groups it is, [] -> [N * ranks, W], every device's rows
 // (gathers), or [N, W], where N / ranks rows are from each device.
-XLA_FFI_Error* exchange_rows(XLA_FFI_CallFrame* frame) {
-  Call call(frame);
-  const Array out = call.result(0);
+XLA_FFI_Error* exchange_rows(Call call) {
+  const Array rows = call.array(0), out = call.result(0);
+  const void* from;
+  const int32_t *place, *group;
+  int64_t ranks, patience;
+  bool gathers;
+  call.arrays(0, from, place, group);
+  call.settings("ranks", ranks, "patience", patience, "gathers", gathers);
   const int64_t run = call.run_id();
-  const int64_t ranks = call.setting<int64_t>("ranks");
-  const int64_t patience = call.setting<int64_t>("patience");
-  const bool gathers = call.setting<bool>("gathers");
-  const Array rows = call.array(0);
-  const int32_t *place = call.values<int32_t>(1), *group = call.values<int32_t>(2);
   // All that is looked at here is of the program, and the same on every device: where it does not fit, no device waits for another.
   if (!call.fits() || ranks < 1 || out.size() % ranks || rows.size() * (gathers ? ranks : 1) != out.size())
-    return invalid(frame->api, "an exchange was given other arrays or settings than it takes");
-  if (XLA_FFI_Error* found = promise(frame)) return found;
-  const Part part{*place, static_cast<const char*>(rows.data()), static_cast<char*>(out.data()), kept(frame->api, frame->future, patience)};
+    return invalid(call.api(), "an exchange was given other arrays or settings than it takes");
+  Part part{*place, static_cast<const char*>(from), static_cast<char*>(out.data()), nullptr};
+  if (XLA_FFI_Error* found = call.promise(patience, part.proceed)) return found;
   arrive_at_exchange(run, *group, ranks, out.size() / ranks, gathers, part, patience, call.pool());
   return nullptr;
 }
 
 // As `experts`, of `ranks` devices together: ids number the experts of all of them, `held` of each; and behind the weights this device's
 // place in its group, [], and which of the groups it is, [] -> [N, D], and int32 [held + 1], counts as of `Guest`.
-XLA_FFI_Error* experts_together(XLA_FFI_CallFrame* frame) {
-  Call call(frame);
+XLA_FFI_Error* experts_together(Call call) {
+  const int32_t *place, *group;
+  int64_t ranks, together, patience;
+  Guest guest{};
+  call.arrays(10, place, group);
+  call.results(guest.out, guest.counts);
+  call.settings("ranks", ranks, "held", guest.held, "together", together, "patience", patience);
   const int64_t run = call.run_id();
-  const int64_t ranks = call.setting<int64_t>("ranks"), held = call.setting<int64_t>("held"), together = call.setting<int64_t>("together");
-  const int64_t patience = call.setting<int64_t>("patience");
-  const int32_t *place = call.values<int32_t>(10), *group = call.values<int32_t>(11);
-  float* out = call.results<float>(0);
-  int32_t* counts = call.results<int32_t>(1);
   const Array memory = call.scratch();
   // As for `exchange_rows`: what does not fit here fits on no device.
-  if (!call.fits() || ranks < 1 || held < 1) return invalid(frame->api, "experts were given other arrays or settings than they take");
-  Experts experts = described_experts(call);
-  experts.threads = static_cast<int>(call.setting<int64_t>("threads"));
-  const bool holds = held <= experts.X && call.result(1).elements() == static_cast<size_t>(held) + 1;
-  const bool reads = call.array(7).type() == XLA_FFI_DataType_F32 && call.array(9).elements() == call.array(8).elements() &&
-                     call.result(0).elements() == static_cast<size_t>(experts.N * experts.D) && experts.row_stride >= experts.D;
-  if (!call.fits() || !holds || !reads || memory.size() < sizeof(float) * experts.N * experts.K * experts.D)
-    return invalid(frame->api, "experts were given other settings, or less working memory, than they need");
-  if (XLA_FFI_Error* found = promise(frame)) return found;
-  float* terms = static_cast<float*>(memory.data());
-  const Guest guest{*place, held, experts, terms, out, counts, kept(frame->api, frame->future, patience)};
+  if (!call.fits() || ranks < 1 || guest.held < 1) return invalid(call.api(), "experts were given other arrays or settings than they take");
+  const Experts& experts = guest.experts = described_experts(call);
+  call.require(guest.held <= experts.X && call.result(1).elements() == static_cast<size_t>(guest.held) + 1);
+  call.require(call.array(7).type() == XLA_FFI_DataType_F32 && call.array(9).elements() == call.array(8).elements());
+  call.require(call.result(0).elements() == static_cast<size_t>(experts.N * experts.D) && experts.row_stride >= experts.D);
+  if (!call.fits() || memory.size() < sizeof(float) * experts.N * experts.K * experts.D)
+    return invalid(call.api(), "experts were given other settings, or less working memory, than they need");
+  guest.rank = *place, guest.terms = static_cast<float*>(memory.data());
+  if (XLA_FFI_Error* found = call.promise(patience, guest.proceed)) return found;
   arrive_together(run, *group, ranks, guest, patience, static_cast<int>(together), call.pool());
   return nullptr;
 }
 
 // A call of XLA's: to be told which version of its interface this is written for, or to compute.
-XLA_FFI_Error* answer(XLA_FFI_CallFrame* frame, XLA_FFI_Error* (*compute)(XLA_FFI_CallFrame*)) {
+XLA_FFI_Error* answer(XLA_FFI_CallFrame* frame, XLA_FFI_Error* (*compute)(Call)) {
   if (frame->struct_size != XLA_FFI_CallFrame_STRUCT_SIZE)
     return invalid(frame->api, "native kernels were built with the headers of another version of jaxlib");
   if (frame->extension_start != nullptr && frame->extension_start->type == XLA_FFI_Extension_Metadata) {
@@ -439,85 +430,44 @@ XLA_FFI_Error* answer(XLA_FFI_CallFrame* frame, XLA_FFI_Error* (*compute)(XLA_FF
     return nullptr;
   }
   if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return invalid(frame->api, "a native kernel was called in another stage than execution");
-  return compute(frame);
+  return compute(Call(frame));
 }
 
-template <XLA_FFI_Error* (*kernel)(Call)>
-XLA_FFI_Error* called(XLA_FFI_CallFrame* frame) {
-  return kernel(Call(frame));
+// Sets a kernel's fields, and returns how many bytes of working memory it then needs.
+template <class Kernel, class... Number>
+int64_t scratch_of(const Kernel& kernel, const int64_t* numbers, Number&... fields) {
+  ((fields = static_cast<Number>(*numbers++)), ...);
+  return static_cast<int64_t>(kernel.scratch_bytes());
 }
 
 }  // namespace
 }  // namespace dsjax
 
 #define DSJAX_HANDLER(name, ...) \
-  extern "C" XLA_FFI_Error* dsjax_##name(XLA_FFI_CallFrame* frame) { return dsjax::answer(frame, __VA_ARGS__); }
-DSJAX_HANDLER(experts, dsjax::called<dsjax::experts>)
-DSJAX_HANDLER(dense, dsjax::called<dsjax::dense>)
-DSJAX_HANDLER(norm, dsjax::called<dsjax::norm>)
-DSJAX_HANDLER(router, dsjax::called<dsjax::router>)
-DSJAX_HANDLER(absorbed_attention, dsjax::called<dsjax::attention<dsjax::AbsorbedAttention>>)
-DSJAX_HANDLER(expanded_attention, dsjax::called<dsjax::attention<dsjax::ExpandedAttention>>)
-DSJAX_HANDLER(index_choice, dsjax::called<dsjax::index_choice>)
-DSJAX_HANDLER(compressed_attention, dsjax::called<dsjax::compressed_attention>)
-DSJAX_HANDLER(streams, dsjax::called<dsjax::streams>)
-DSJAX_HANDLER(streams_after, dsjax::called<dsjax::streams_after>)
-DSJAX_HANDLER(exchange, dsjax::exchange_rows)
-DSJAX_HANDLER(experts_together, dsjax::experts_together)
-
-// Bytes of working memory, by the numbers that a kernel's own fields of these names hold.
-extern "C" int64_t dsjax_experts_scratch(int64_t X, int64_t D, int64_t F, int64_t N, int64_t K, int64_t bytes, int64_t apart, int64_t threads) {
-  dsjax::Experts kernel{};
-  kernel.X = X, kernel.D = D, kernel.F = F, kernel.N = N, kernel.K = K, kernel.bytes = static_cast<int>(bytes), kernel.apart = apart;
-  kernel.threads = static_cast<int>(threads);
-  return static_cast<int64_t>(kernel.scratch_bytes());
-}
-extern "C" int64_t dsjax_dense_scratch(int64_t N, int64_t threads) {
-  dsjax::Dense kernel{};
-  kernel.N = N, kernel.threads = static_cast<int>(threads);
-  return static_cast<int64_t>(kernel.scratch_bytes());
-}
-extern "C" int64_t dsjax_exchange_scratch(int64_t) { return 0; }
-extern "C" int64_t dsjax_experts_together_scratch(int64_t N, int64_t K, int64_t D, int64_t) { return sizeof(float) * N * K * D; }
+  extern "C" XLA_FFI_Error* dsjax_##name(XLA_FFI_CallFrame* frame) { return dsjax::answer(frame, dsjax::__VA_ARGS__); }
+// A kernel's handler, and the bytes of working memory that it needs, by the numbers that these of its fields hold.
+#define DSJAX_KERNEL(name, compute, Kernel, ...) \
+  DSJAX_HANDLER(name, compute) \
+  extern "C" int64_t dsjax_##name##_scratch(const int64_t* numbers) { \
+    dsjax::Kernel kernel{}; \
+    return dsjax::scratch_of(kernel, numbers, __VA_ARGS__); \
+  }
+#define DSJAX_ATTENTION(name, Kernel) \
+  DSJAX_KERNEL(name, attention<dsjax::Kernel>, Kernel, kernel.R, kernel.C, kernel.H, kernel.N, kernel.O, kernel.U, kernel.M, kernel.cache.bytes, \
+               kernel.threads)
+DSJAX_KERNEL(experts, experts, Experts, kernel.X, kernel.D, kernel.F, kernel.N, kernel.K, kernel.bytes, kernel.apart, kernel.threads)
+DSJAX_KERNEL(dense, dense, Dense, kernel.N, kernel.threads)
+DSJAX_KERNEL(norm, norm, Norm, kernel.threads)
+DSJAX_KERNEL(router, router, Router, kernel.E, kernel.groups, kernel.threads)
+DSJAX_ATTENTION(absorbed_attention, AbsorbedAttention)
+DSJAX_ATTENTION(expanded_attention, ExpandedAttention)
+DSJAX_KERNEL(index_choice, index_choice, IndexChoice, kernel.R, kernel.C, kernel.I, kernel.A, kernel.Pr, kernel.G, kernel.threads)
+DSJAX_KERNEL(compressed_attention, compressed_attention, CompressedAttention, kernel.H, kernel.M, kernel.window.rotated, kernel.threads)
+DSJAX_KERNEL(streams, streams, Streams, kernel.n, kernel.D, kernel.w, kernel.threads)
+DSJAX_KERNEL(streams_after, streams_after, StreamsAfter, kernel.threads)
+DSJAX_HANDLER(exchange, exchange_rows)
+DSJAX_HANDLER(experts_together, experts_together)
+extern "C" int64_t dsjax_exchange_scratch(const int64_t*) { return 0; }
+// `Guest::terms`, by N, K and D.
+extern "C" int64_t dsjax_experts_together_scratch(const int64_t* numbers) { return sizeof(float) * numbers[0] * numbers[1] * numbers[2]; }
 extern "C" int64_t dsjax_experts_together_desks() { return dsjax::desks_of_experts(); }
-extern "C" int64_t dsjax_norm_scratch(int64_t) { return static_cast<int64_t>(dsjax::Norm{}.scratch_bytes()); }
-extern "C" int64_t dsjax_router_scratch(int64_t E, int64_t groups, int64_t threads) {
-  dsjax::Router kernel{};
-  kernel.E = E, kernel.groups = groups, kernel.threads = static_cast<int>(threads);
-  return static_cast<int64_t>(kernel.scratch_bytes());
-}
-
-template <class Kernel>
-static int64_t attention_scratch(int64_t R, int64_t C, int64_t H, int64_t N, int64_t O, int64_t U, int64_t M, int64_t bytes,
-                                 int64_t threads) {
-  Kernel kernel{};
-  kernel.R = R, kernel.C = C, kernel.H = H, kernel.N = N, kernel.O = O, kernel.U = U, kernel.M = M;
-  kernel.cache.bytes = static_cast<int>(bytes);
-  kernel.threads = static_cast<int>(threads);
-  return static_cast<int64_t>(kernel.scratch_bytes());
-}
-extern "C" int64_t dsjax_absorbed_attention_scratch(int64_t R, int64_t C, int64_t H, int64_t N, int64_t O, int64_t U, int64_t M,
-                                                    int64_t bytes, int64_t threads) {
-  return attention_scratch<dsjax::AbsorbedAttention>(R, C, H, N, O, U, M, bytes, threads);
-}
-extern "C" int64_t dsjax_expanded_attention_scratch(int64_t R, int64_t C, int64_t H, int64_t N, int64_t O, int64_t U, int64_t M,
-                                                    int64_t bytes, int64_t threads) {
-  return attention_scratch<dsjax::ExpandedAttention>(R, C, H, N, O, U, M, bytes, threads);
-}
-
-extern "C" int64_t dsjax_index_choice_scratch(int64_t R, int64_t C, int64_t I, int64_t A, int64_t Pr, int64_t G, int64_t threads) {
-  dsjax::IndexChoice kernel{};
-  kernel.R = R, kernel.C = C, kernel.I = I, kernel.A = A, kernel.Pr = Pr, kernel.G = G, kernel.threads = static_cast<int>(threads);
-  return static_cast<int64_t>(kernel.scratch_bytes());
-}
-extern "C" int64_t dsjax_compressed_attention_scratch(int64_t H, int64_t M, int64_t rotated, int64_t threads) {
-  dsjax::CompressedAttention kernel{};
-  kernel.H = H, kernel.M = M, kernel.window.rotated = rotated, kernel.threads = static_cast<int>(threads);
-  return static_cast<int64_t>(kernel.scratch_bytes());
-}
-extern "C" int64_t dsjax_streams_scratch(int64_t n, int64_t D, int64_t w, int64_t threads) {
-  dsjax::Streams kernel{};
-  kernel.n = n, kernel.D = D, kernel.w = w, kernel.threads = static_cast<int>(threads);
-  return static_cast<int64_t>(kernel.scratch_bytes());
-}
-extern "C" int64_t dsjax_streams_after_scratch(int64_t) { return static_cast<int64_t>(dsjax::StreamsAfter{}.scratch_bytes()); }
