@@ -48,16 +48,10 @@ def test_threads_and_the_other_rows_change_no_bit_of_a_result(kernels, form, thr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "scheme"),
-    [
-        (NVFP4, ActivationScheme(dynamic=True)),
-        (MXFP4, ActivationScheme(dynamic=True, powers=True)),
-        (NVFP4, ActivationScheme(dynamic=True, experts="nvfp4")),
-        (INT4, ActivationScheme(dynamic=True)),
-    ],
-    ids=["NVFP4 × FP8", "MXFP4 × FP8 by powers of two", "NVFP4 × NVFP4", "INT4 × FP8"],
-)
+@pytest.mark.parametrize(("form", "scheme"), [
+    (NVFP4, ActivationScheme(dynamic=True)), (MXFP4, ActivationScheme(dynamic=True, powers=True)),
+    (NVFP4, ActivationScheme(dynamic=True, experts="nvfp4")), (INT4, ActivationScheme(dynamic=True)),
+], ids=["NVFP4 × FP8", "MXFP4 × FP8 by powers of two", "NVFP4 × NVFP4", "INT4 × FP8"])  # fmt: skip
 def test_rows_and_hidden_values_are_rounded_as_the_plain_form_does_whatever_threads_and_rows(kernels, form, scheme):
     packed, case = ExpertsCase.drawn(9, X=4, D=320, F=288, N=70, K=2, routing="all").in_fp4(form)
     found, plain = (run(chosen, packed, case, scheme=scheme) for chosen in (kernels, PLAIN))
