@@ -7,6 +7,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +19,9 @@ from sharding.cores import most_threads
 from sharding.dispatch.group import Parts, places_in
 
 TARGETS = (
-    "experts",
-    "experts_together",
-    "dense",
-    "norm",
-    "router",
-    "absorbed_attention",
-    "expanded_attention",
-    "index_choice",
-    "compressed_attention",
-    "streams",
-    "streams_after",
-    "exchange",
-)
+    "experts", "experts_together", "dense", "norm", "router", "absorbed_attention", "expanded_attention", "index_choice",
+    "compressed_attention", "streams", "streams_after", "exchange",
+)  # fmt: skip
 HIDDEN_FORMATS = ("float32", "fp8", "nvfp4")
 """Formats to which an expert's hidden values can be rounded, in the order of the enum ``Hidden`` in ``native/experts.h``."""
 
@@ -85,9 +76,8 @@ class NativeKernels:
         fp4_block: values that share a scale in a packed format; 0: not packed. limit: as in ``dsjax.kernels.gate.gated``.
         hidden: from ``HIDDEN_FORMATS``: ``fp8`` as in ``sharding.fp8.quantise`` with ``powers``, or ``nvfp4`` as in ``dsjax.fp4.rows``.
         """
-        arguments, settings = self._expert_inputs(
-            stack, layer, rows, ids_NK, weights_NK, pieces, fp4_block, hidden, powers, limit
-        )
+        options = {"pieces": pieces, "fp4_block": fp4_block, "hidden": hidden, "powers": powers, "limit": limit}
+        arguments, settings = _expert_inputs(stack, layer, rows, ids_NK, weights_NK, **options)
         gate_up, D = stack["gate_up.weight"], stack["down.weight"].shape[-1]
         out = jax.ShapeDtypeStruct((*ids_NK.shape, D) if terms else (ids_NK.shape[0], D), jnp.float32)
         sizes = (gate_up.shape[1], D, gate_up.shape[-1], *ids_NK.shape, gate_up.dtype.itemsize, terms)
@@ -105,38 +95,24 @@ class NativeKernels:
         *,
         ranks: int,
         held: int,
-        pieces: int = 1,
-        fp4_block: int = 0,
-        hidden: str = "float32",
-        powers: bool = False,
-        limit: float | None = None,
+        **options: Any,
     ) -> tuple[Float[Array, "N D"], Int[Array, "X"], Int[Array, ""]]:
         """Compute ``experts`` on a group of ``ranks`` devices of this process without an exchange: they read each other's rows in place.
 
         ids_NK: ids over the experts of all devices, ``held`` per device; further experts in ``stack`` are not used. place: this device's
-            index in its group. group: index of the group. Other arguments as in ``experts``.
+            index in its group. group: index of the group. Other arguments and options as in ``experts``.
 
         Returns the sums of this device's tokens; for each of its experts, the number of tokens from all devices; and the number of tokens
         that have any of these experts. Two such calls in a program with the same ``group`` must differ in N, unless the same devices make
         both, one after the other.
         """
-        arguments, settings = self._expert_inputs(
-            stack, layer, rows, ids_NK, weights_NK, pieces, fp4_block, hidden, powers, limit
-        )
+        arguments, settings = _expert_inputs(stack, layer, rows, ids_NK, weights_NK, **options)
         (N, K), D = ids_NK.shape, stack["down.weight"].shape[-1]
         out = [jax.ShapeDtypeStruct((N, D), jnp.float32), jax.ShapeDtypeStruct((held + 1,), jnp.int32)]
         # `together`: most threads that compute for the group
         settings |= {"ranks": ranks, "held": held, "together": min(ranks, most_threads()), "patience": self.patience}
         sums, tokens = self._call("experts_together", out, (N, K, D), *arguments, place, group, **settings)
         return sums, tokens[:-1], tokens[-1]
-
-    def _expert_inputs(self, stack, layer, rows, ids_NK, weights_NK, pieces, fp4_block, hidden, powers, limit):
-        """Return the arguments and the settings that ``experts`` and ``experts_together`` have in common."""
-        parts = ("weight", "scale", "global_scale")
-        weights = [_or_empty(stack.get(f"{name}.{part}")) for part in parts for name in ("gate_up", "down")]
-        routed = layer.astype(jnp.int32), rows, ids_NK.astype(jnp.int32), weights_NK.astype(jnp.float32)
-        settings = {"pieces": pieces, "fp4_block": fp4_block, "powers": powers, "limit": float(limit or 0)}
-        return (*weights, *routed), settings | {"hidden": HIDDEN_FORMATS.index(hidden)}
 
     def dense(
         self,
@@ -280,16 +256,12 @@ class NativeKernels:
         U = weights["weight"].shape[-1] // H - N
         out = jax.ShapeDtypeStruct((*lead, H, U), jnp.float32)
         sizes = (*lead, H, N, q_rope.shape[-1], U, latent.shape[-1], latent.dtype.itemsize)
-        return self._call(
-            name,
-            out,
-            sizes,
-            *(q_nope, q_rope, weights["weight"], _or_empty(weights.get("scale")), index.astype(jnp.int32)),
-            *(latent, cache["rope"], _or_empty(cache.get("scale"))),
-            *(array.astype(jnp.int32) for array in (layer, start, length, tables)),
-            *(_or_empty(filled, jnp.uint8), _or_empty(chosen, jnp.uint32)),
-            scale=float(scale),
-        )[0]
+        own_weights = weights["weight"], _or_empty(weights.get("scale")), index.astype(jnp.int32)
+        cached = latent, cache["rope"], _or_empty(cache.get("scale"))
+        rows = (array.astype(jnp.int32) for array in (layer, start, length, tables))
+        masks = _or_empty(filled, jnp.uint8), _or_empty(chosen, jnp.uint32)
+        arrays = q_nope, q_rope, *own_weights, *cached, *rows, *masks
+        return self._call(name, out, sizes, *arrays, scale=float(scale))[0]
 
     def compressed_attention(
         self,
@@ -318,17 +290,11 @@ class NativeKernels:
         count: number of entries that a query attends to. chosen: which ones, ascending; None: the first ``count``.
         """
         out = jax.ShapeDtypeStruct(query.shape, jnp.float32)
-        return self._call(
-            "compressed_attention",
-            out,
-            (*query.shape[2:], rotated),
-            *(query, sink, window, _or_empty(entries)),
-            *(array.astype(jnp.int32) for array in (*layers, positions, ring, tables)),
-            *(_or_empty(filled, jnp.uint8), _or_empty(chosen, jnp.int32), count.astype(jnp.int32)),
-            span=span,
-            scale=float(scale),
-            rotated=rotated,
-        )[0]
+        rows = (array.astype(jnp.int32) for array in (*layers, positions, ring, tables))
+        seen = _or_empty(filled, jnp.uint8), _or_empty(chosen, jnp.int32), count.astype(jnp.int32)
+        arrays, sizes = (query, sink, window, _or_empty(entries), *rows, *seen), (*query.shape[2:], rotated)
+        settings = {"span": span, "scale": float(scale), "rotated": rotated}
+        return self._call("compressed_attention", out, sizes, *arrays, **settings)[0]
 
     def streams(
         self,
@@ -372,6 +338,17 @@ class NativeKernels:
         call = jax.ffi.ffi_call(_target(kernel, self.name), (*(out if isinstance(out, list) else [out]), scratch))
         settings = {"threads": self.threads} | settings
         return call(*arrays, **{name: _scalar(value) for name, value in settings.items()})[:-1]
+
+
+def _expert_inputs(
+    stack, layer, rows, ids_NK, weights_NK, *, pieces=1, fp4_block=0, hidden="float32", powers=False, limit=None
+):
+    """Return the arguments and the settings that ``experts`` and ``experts_together`` have in common."""
+    parts = ("weight", "scale", "global_scale")
+    weights = [_or_empty(stack.get(f"{name}.{part}")) for part in parts for name in ("gate_up", "down")]
+    routed = layer.astype(jnp.int32), rows, ids_NK.astype(jnp.int32), weights_NK.astype(jnp.float32)
+    settings = {"pieces": pieces, "fp4_block": fp4_block, "powers": powers, "limit": float(limit or 0)}
+    return (*weights, *routed), settings | {"hidden": HIDDEN_FORMATS.index(hidden)}
 
 
 def _scalar(value: bool | int | float) -> bool | np.int64 | np.float32:

@@ -56,28 +56,11 @@ struct KeyValueWeights {
 
  private:
   static long blocks(long size) { return (size + kScaleBlock - 1) / kScaleBlock; }
-  template <class Format>
-  static void widen(const typename Format::Stored* from, long count, float factor, float* to) {
-    long i = 0;
-    for (; i + kLanes <= count; i += kLanes) store(to + i, Format::widen(from + i) * factor);
-    for (; i < count; i++) to[i] = Format::widen_one(from[i]) * factor;
-  }
 };
 
 // What kernels share that take their context a block of vectors at a time.
 struct ByBlocks {
  protected:
-  static float* floats(char* base, size_t& used, long count) {
-    float* found = base ? reinterpret_cast<float*>(base + used) : nullptr;
-    used += (4 * count + 63) / 64 * 64;
-    return found;
-  }
-  static const float** pointers(char* base, size_t& used, long count) {
-    const float** found = base ? reinterpret_cast<const float**>(base + used) : nullptr;
-    used += (sizeof(void*) * count + 63) / 64 * 64;
-    return found;
-  }
-
   // Reads a number of each line of memory, so that the lines of many positions are on their way at once: multiply-adds would ask for few at
   // a time. With as many prefetches, which a processor may leave out, 256 rows of 160 positions took as long as without.
   static void fetch(const float* from, long count) {
@@ -157,11 +140,14 @@ struct Attention : ByBlocks {
         fetch(latent[i], M), fetch(rope[i], O);
       } else {
         float* own = copy + i * M;
-        if (cache.bytes == 1)
-          latent[i] = dequantise(static_cast<const uint8_t*>(cache.latent) + at * M, cache.scale + at * ((M + kScaled - 1) / kScaled), own);
-        else
-          latent[i] = widen(static_cast<const uint16_t*>(cache.latent) + at * M, own, M);
-        rope[i] = widen(static_cast<const uint16_t*>(cache.rope) + at * O, copy + kBlock * M + i * O, O);
+        float* own_rope = copy + kBlock * M + i * O;
+        if (cache.bytes == 2) widen<BFloat16>(static_cast<const uint16_t*>(cache.latent) + at * M, M, 1.0f, own);
+        for (long m = 0; cache.bytes == 1 && m < M; m += kScaled) {
+          const float factor = cache.scale[at * ((M + kScaled - 1) / kScaled) + m / kScaled];
+          widen<Float8>(static_cast<const uint8_t*>(cache.latent) + at * M + m, std::min(kScaled, M - m), factor, own + m);
+        }
+        widen<BFloat16>(static_cast<const uint16_t*>(cache.rope) + at * O, O, 1.0f, own_rope);
+        latent[i] = own, rope[i] = own_rope;
       }
     }
   }
@@ -173,20 +159,6 @@ struct Attention : ByBlocks {
       for (long i = 0; i < count; i++)
         if (!filled[tables[row * Pr + (first + i) / cache.G] * cache.G + (first + i) % cache.G]) found[holes++] = static_cast<int32_t>(i);
     return holes;
-  }
-
-  static const float* widen(const uint16_t* from, float* to, long count) {
-    for (long i = 0; i < count; i++) to[i] = BFloat16::widen_one(from[i]);
-    return to;
-  }
-
-  const float* dequantise(const uint8_t* from, const float* scale, float* to) const {
-    for (long m = 0; m < M; scale++) {
-      const long end = std::min(m + kScaled, M);
-      for (; m + kLanes <= end; m += kLanes) store(to + m, Float8::widen(from + m) * *scale);
-      for (; m < end; m++) to[m] = Float8::widen_one(from[m]) * *scale;
-    }
-    return to;
   }
 
   // The part of up to kLanes queries in a block: from each one's scores [kBlock] to weights e^(scaled score - maximum), 0 for positions that
@@ -281,7 +253,7 @@ struct AbsorbedAttention : Attention {
     const float **latent, **rope, **a, **c;
     size_t bytes;
   };
-  static constexpr long kMostLanes = (kItemQueries + kLanes - 1) / kLanes * kLanes;
+  static constexpr long kMostLanes = whole_vectors(kItemQueries);
 
   // Multiply-adds of a call.
   long work() const {
@@ -300,30 +272,30 @@ struct AbsorbedAttention : Attention {
 
   Own own(char* base) const {
     Own o;
-    size_t used = 0;
-    o.query = floats(base, used, (M + O) * kMostLanes);
-    o.copy = floats(base, used, cache.bytes == 4 ? 0 : (M + O) * kBlock);
-    o.scores = floats(base, used, kMostLanes * kBlock);
-    o.maximum = floats(base, used, kMostLanes);
-    o.total = floats(base, used, kMostLanes);
-    o.rows = floats(base, used, N * kBlock);
-    o.block = floats(base, used, std::max(N, U) * kBlock);
-    o.latent = pointers(base, used, kBlock);
-    o.rope = pointers(base, used, kBlock);
-    o.a = pointers(base, used, std::max({R * C, kItemQueries, kBlock}));
-    o.c = pointers(base, used, std::max({R * C, kItemQueries, kBlock}));
-    o.bytes = used;
+    Scratch scratch(base);
+    o.query = scratch.take<float>((M + O) * kMostLanes);
+    o.copy = scratch.take<float>(cache.bytes == 4 ? 0 : (M + O) * kBlock);
+    o.scores = scratch.take<float>(kMostLanes * kBlock);
+    o.maximum = scratch.take<float>(kMostLanes);
+    o.total = scratch.take<float>(kMostLanes);
+    o.rows = scratch.take<float>(N * kBlock);
+    o.block = scratch.take<float>(std::max(N, U) * kBlock);
+    o.latent = scratch.take<const float*>(kBlock);
+    o.rope = scratch.take<const float*>(kBlock);
+    o.a = scratch.take<const float*>(std::max({R * C, kItemQueries, kBlock}));
+    o.c = scratch.take<const float*>(std::max({R * C, kItemQueries, kBlock}));
+    o.bytes = scratch.bytes();
     return o;
   }
 
   Layout layout(char* base) const {
     Layout at;
-    size_t used = 0;
-    at.q_latent = floats(base, used, R * C * H * M);
-    at.heads = floats(base, used, R * C * H * M);
-    at.own = base ? base + used : nullptr;
+    Scratch scratch(base);
+    at.q_latent = scratch.take<float>(R * C * H * M);
+    at.heads = scratch.take<float>(R * C * H * M);
     at.own_bytes = own(nullptr).bytes;
-    at.total = used + at.own_bytes * std::max(threads, 1);
+    at.own = scratch.take<char>(at.own_bytes * std::max(threads, 1));
+    at.total = scratch.bytes();
     return at;
   }
 
@@ -503,35 +475,37 @@ struct ExpandedAttention : Attention {
  private:
   struct Own {
     float *query, *up, *context, *copy, *keys, *values, *scores, *maximum, *total;
-    const float **latent, **rope, **rows, **from, **to;
+    const float **latent, **rope, **rows, **from;
+    float **to, **results;
     size_t bytes;
   };
 
   Own own(char* base) const {
     Own o;
-    size_t used = 0;
-    o.query = floats(base, used, C * (N + O));
-    o.up = floats(base, used, M * (N + U));
-    o.context = floats(base, used, M * kBlock);
-    o.copy = floats(base, used, cache.bytes == 4 ? 0 : (M + O) * kBlock);
-    o.keys = floats(base, used, (N + O) * kBlock);
-    o.values = floats(base, used, U * kBlock);
-    o.scores = floats(base, used, kItemQueries * kBlock);
-    o.maximum = floats(base, used, C + kLanes);
-    o.total = floats(base, used, C + kLanes);
-    o.latent = pointers(base, used, kBlock);
-    o.rope = pointers(base, used, kBlock);
-    o.rows = pointers(base, used, 2 * kItemQueries);
-    o.from = pointers(base, used, std::max(N, kBlock));
-    o.to = pointers(base, used, std::max(N, kBlock));
-    o.bytes = used;
+    Scratch scratch(base);
+    o.query = scratch.take<float>(C * (N + O));
+    o.up = scratch.take<float>(M * (N + U));
+    o.context = scratch.take<float>(M * kBlock);
+    o.copy = scratch.take<float>(cache.bytes == 4 ? 0 : (M + O) * kBlock);
+    o.keys = scratch.take<float>((N + O) * kBlock);
+    o.values = scratch.take<float>(U * kBlock);
+    o.scores = scratch.take<float>(kItemQueries * kBlock);
+    o.maximum = scratch.take<float>(C + kLanes);
+    o.total = scratch.take<float>(C + kLanes);
+    o.latent = scratch.take<const float*>(kBlock);
+    o.rope = scratch.take<const float*>(kBlock);
+    o.rows = scratch.take<const float*>(kItemQueries);
+    o.results = scratch.take<float*>(kItemQueries);
+    o.from = scratch.take<const float*>(std::max(N, kBlock));
+    o.to = scratch.take<float*>(std::max(N, kBlock));
+    o.bytes = scratch.bytes();
     return o;
   }
 
   // Keys [N + O, kBlock] and values [kBlock, U] of one head and block.
   void expand(const Own& o, long block, long rounded) const {
     transposed(o.latent, block, M, o.context, kBlock, kBlock);
-    float** to = const_cast<float**>(o.to);
+    float** to = o.to;
     for (long n = 0; n < N; n++) {
       o.from[n] = o.up + n;
       to[n] = o.keys + n * kBlock;
@@ -565,13 +539,12 @@ struct ExpandedAttention : Attention {
       copy(q_rope + query * O, O, copy(q_nope + query * N, N, o.query + q * (N + O)));
     }
     const float** a = o.rows;
-    float** results = const_cast<float**>(o.rows + kItemQueries);
     float* scores[kItemQueries];
     for (long q = 0; q < kItemQueries; q++) scores[q] = o.scores + q * kBlock;
     const Matrix<Float32> keys{o.keys, kBlock}, values{o.values, U};
     const long end = context(row, all);
     for (long s = 0; s < end; s += kBlock) {
-      const long block = std::min(kBlock, end - s), rounded = (block + kLanes - 1) / kLanes * kLanes;
+      const long block = std::min(kBlock, end - s), rounded = whole_vectors(block);
       find(row, s, block, o.latent, o.rope, o.copy);
       int32_t hole[kBlock];
       const long holes_here = holes(row, s, block, hole);
@@ -581,7 +554,7 @@ struct ExpandedAttention : Attention {
         const long count = std::min(kItemQueries, all - first);
         for (long q = 0; q < count; q++) {
           a[q] = o.query + (first + q) * (N + O);
-          results[q] = out + ((row * C + first + q) * H + head) * U;
+          o.results[q] = out + ((row * C + first + q) * H + head) * U;
         }
         // Queries go in groups, so that most positions that a query does not see are not multiplied.
         long seen[kItemQueries];
@@ -593,7 +566,7 @@ struct ExpandedAttention : Attention {
           }
         };
         by_groups([&](long q, long together, long most) {
-          product(together, a + q, 1, keys, 0, (most + kLanes - 1) / kLanes * kLanes, N + O, scores + q, Sums::replace);
+          product(together, a + q, 1, keys, 0, whole_vectors(most), N + O, scores + q, Sums::replace);
         });
         for (long q = 0; q < count; q++) {
           for (long h = 0; h < holes_here; h++)
@@ -604,13 +577,13 @@ struct ExpandedAttention : Attention {
           const long lanes = std::min<long>(kLanes, count - q);
           const Vec shrink = weigh(lanes, scores + q, seen + q, o.maximum + first + q, o.total + first + q);
           for (long lane = 0; s > 0 && lane < lanes; lane++)
-            if (shrink[lane] != 1.0f) multiply(results[q + lane], U, shrink[lane]);
+            if (shrink[lane] != 1.0f) multiply(o.results[q + lane], U, shrink[lane]);
         }
         by_groups([&](long q, long together, long most) {
           // Up to where the last of them sees, and where weights of the others may be left over from scores.
           for (long i = q; i < q + together; i++)
-            for (long p = (seen[i] + kLanes - 1) / kLanes * kLanes; p < most; p++) scores[i][p] = 0.0f;
-          product(together, const_cast<const float* const*>(scores) + q, 1, values, 0, U, most, results + q, Sums::add);
+            for (long p = whole_vectors(seen[i]); p < most; p++) scores[i][p] = 0.0f;
+          product(together, const_cast<const float* const*>(scores) + q, 1, values, 0, U, most, o.results + q, Sums::add);
         });
       }
     }

@@ -221,11 +221,10 @@ class Call {
   bool fits_ = true;
 };
 
-// Arrays below that can be left out are then empty.
+// Arrays and their axes are in the order of the calls in dsjax/kernels/native_calls.py, and as the kernels' fields say. Those that can be left
+// out are then empty.
 
-// gate_up [L, X, D, 2, F], down [L, X, F, D], their scales (of weights of one byte or less), scales of whole matrices in NVFP4, [L, X, 2, 1]
-// and [L, X, 1], layer [], all with D or F halved along the depth in FP4 (fp4_block not 0), rows [N, W >= D] of 4 bytes an element, ids
-// [N, K], weights [N, K] -> [N, D], or [N, K, D]: the terms of each sum apart.
+// Rows are [N, W >= D] of 4 bytes an element. D or F is halved along the depth of packed weights.
 Experts described_experts(Call& call) {
   Experts kernel;
   const int32_t* layer;
@@ -247,8 +246,7 @@ Experts described_experts(Call& call) {
 
 XLA_FFI_Error* experts(Call call) { return call.run(described_experts(call)); }
 
-// weight [L, K, J] or [L, K, 2, J], or transposed [L, J, K]; its scales (of one byte), layer [], rows [N, K] -> [N, J] or [N, 2, J].
-// Grouped: weight [L, K, G, J], rows [N, G, K] -> [N, G, J].
+// weight [L, K, J] or [L, K, 2, J], transposed [L, J, K], rows [N, K]; or grouped [L, K, G, J], rows [N, G, K].
 XLA_FFI_Error* dense(Call call) {
   const Array weight = call.array(0), rows = call.array(3);
   Dense kernel;
@@ -262,7 +260,6 @@ XLA_FFI_Error* dense(Call call) {
   return call.run(kernel);
 }
 
-// rows [N, D], scale [D], bias [D] of a layer norm -> [N, D].
 XLA_FFI_Error* norm(Call call) {
   Norm kernel;
   call.arrays(0, kernel.x, kernel.scale, kernel.bias);
@@ -272,7 +269,6 @@ XLA_FFI_Error* norm(Call call) {
   return call.run(kernel);
 }
 
-// scores [N, E], bias [E] -> ids [N, K], weights [N, K].
 XLA_FFI_Error* router(Call call) {
   Router kernel;
   call.arrays(0, kernel.scores, kernel.bias);
@@ -283,9 +279,6 @@ XLA_FFI_Error* router(Call call) {
   return call.run(kernel);
 }
 
-// q_nope [R, C, H, N], q_rope [R, C, H, O], weights [L', M, H (N + U)], their scales [L', M / 128, H (N + U) / 128] (of one byte), their layer
-// [], latent [L, P, G, M], rope [L, P, G, O], the latents' scales [L, P, G, M / 128] (likewise), layer [], start [R], length [R], tables
-// [R, Pr], filled [P, G] of one byte, chosen [R, C, Pr G / 32] -> [R, C, H, U].
 template <class Kernel>
 XLA_FFI_Error* attention(Call call) {
   Kernel kernel;
@@ -308,8 +301,6 @@ XLA_FFI_Error* attention(Call call) {
   return call.run(kernel);
 }
 
-// query [R, C, I, A], weight [R, C, I], keys [L, P, G, A], their scales [L, P, G, A / 128] (of one byte), layer [], positions [R, C], tables
-// [R, Pr], filled [P, G] of one byte -> positions [R, C, k], count [R, C], words [R, C, S / 32].
 XLA_FFI_Error* index_choice(Call call) {
   IndexChoice kernel;
   const int32_t* layer;
@@ -326,9 +317,6 @@ XLA_FFI_Error* index_choice(Call call) {
   return call.run(kernel);
 }
 
-// query [R, C, H, M], sink [H], window [L, W, G, *], entries [L', P, E, *], their layers [] and [], positions [R, C], ring [R, Pw], tables
-// [R, Pr], filled [W, G] of one byte, chosen [R, C, k] (without it the first), their count [R, C] -> [R, C, H, M]. span: tokens of a window.
-// scale: of the scores. rotated: values of an FP8 entry that are bfloat16; 0: vectors are float32.
 XLA_FFI_Error* compressed_attention(Call call) {
   CompressedAttention kernel;
   Pages &window = kernel.window, &entries = kernel.entries;
@@ -350,7 +338,6 @@ XLA_FFI_Error* compressed_attention(Call call) {
   return call.run(kernel);
 }
 
-// x [N, n, D], weight [n D, w], base [w], factor [3] or [1] -> [N, D]; and where w is (2 + n) n, [N, n] and [N, n, n].
 XLA_FFI_Error* streams(Call call) {
   Streams kernel;
   call.arrays(0, kernel.x, kernel.weight, kernel.base, kernel.factor);
@@ -362,7 +349,6 @@ XLA_FFI_Error* streams(Call call) {
   return call.run(kernel);
 }
 
-// x [N, n, D], spread [N, n], mixing [N, n, n], y [N, D] -> [N, n, D].
 XLA_FFI_Error* streams_after(Call call) {
   StreamsAfter kernel;
   call.arrays(0, kernel.x, kernel.spread, kernel.mixing, kernel.y);

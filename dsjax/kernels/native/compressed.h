@@ -25,11 +25,9 @@ struct Pages {
     const long scales = ((plain + kEntryScaled - 1) / kEntryScaled + 7) / 8 * 8;
     const uint8_t* from = static_cast<const uint8_t*>(data) + number * (plain + scales + 2 * rotated);
     const uint8_t *scale = from + plain, *last = scale + scales;
-    for (long m = 0; m < plain; scale++) {
-      const long end = std::min(m + kEntryScaled, plain);
-      const float factor = bits<float>(static_cast<uint32_t>(*scale) << 23);
-      for (; m + kLanes <= end; m += kLanes) store(copy + m, Float8::widen(from + m) * factor);
-      for (; m < end; m++) copy[m] = Float8::widen_one(from[m]) * factor;
+    for (long m = 0; m < plain; m += kEntryScaled) {
+      const float factor = bits<float>(static_cast<uint32_t>(*scale++) << 23);
+      widen<Float8>(from + m, std::min(kEntryScaled, plain - m), factor, copy + m);
     }
     for (long m = 0; m < rotated; m++) copy[plain + m] = BFloat16::widen_one(load_as<uint16_t>(last + 2 * m));
     return copy;
@@ -77,26 +75,24 @@ struct CompressedAttention : ByBlocks {
   };
 
   Own own(char* base) const {
-    const long lanes = whole(std::min(H, kItemQueries));
+    const long lanes = whole_vectors(std::min(H, kItemQueries));
     Own o;
-    size_t used = 0;
-    o.query = floats(base, used, M * lanes);
-    o.scores = floats(base, used, kBlock * lanes);
-    o.maximum = floats(base, used, lanes);
-    o.total = floats(base, used, lanes);
-    o.copies = floats(base, used, window.rotated ? kBlock * M : 0);
-    o.context = pointers(base, used, kBlock);
-    o.weights = pointers(base, used, std::max(lanes, kBlock));
-    o.results = const_cast<float**>(pointers(base, used, std::max(lanes, kBlock)));
-    o.bytes = used;
+    Scratch scratch(base);
+    o.query = scratch.take<float>(M * lanes);
+    o.scores = scratch.take<float>(kBlock * lanes);
+    o.maximum = scratch.take<float>(lanes);
+    o.total = scratch.take<float>(lanes);
+    o.copies = scratch.take<float>(window.rotated ? kBlock * M : 0);
+    o.context = scratch.take<const float*>(kBlock);
+    o.weights = scratch.take<const float*>(std::max(lanes, kBlock));
+    o.results = scratch.take<float*>(std::max(lanes, kBlock));
+    o.bytes = scratch.bytes();
     return o;
   }
 
-  static long whole(long heads) { return (heads + kLanes - 1) / kLanes * kLanes; }
-
   // A query's heads [first, first + heads), which lie side by side in vectors: nothing is summed or compared across a vector.
   void attend(long item, long first, long heads, const Own& o) const {
-    const long row = item / C, position = positions[item], lanes = whole(heads), at = (item * H + first) * M;
+    const long row = item / C, position = positions[item], lanes = whole_vectors(heads), at = (item * H + first) * M;
     std::fill(out + at, out + at + heads * M, 0.0f);
     if (position < 0) return;
     for (long h = 0; h < heads; h++) o.weights[h] = query + at + h * M;

@@ -137,14 +137,10 @@ struct Norm {
 
   void normalise(long n) const {
     const float* row = bias ? centred(x + n * width, out + n * width) : x + n * width;
-    Vec squares{};
-    long i = 0;
-    for (; i + kLanes <= width; i += kLanes) squares += load(row + i) * load(row + i);
-    float total = sum(squares);
-    for (; i < width; i++) total = __builtin_fmaf(row[i], row[i], total);
-    const float inverse = 1.0f / __builtin_sqrtf(total / static_cast<float>(width) + eps);
+    const float inverse = inverse_rms(row, width, eps);
     float* to = out + n * width;
-    for (i = 0; i + kLanes <= width; i += kLanes) store(to + i, load(scale + i) * (load(row + i) * inverse));
+    long i = 0;
+    for (; i + kLanes <= width; i += kLanes) store(to + i, load(scale + i) * (load(row + i) * inverse));
     for (; i < width; i++) to[i] = scale[i] * (row[i] * inverse);
     for (i = 0; bias && i < width; i++) to[i] += bias[i];
   }

@@ -13,17 +13,8 @@ class Exchange : public Meeting<Part> {
  public:
   Exchange(long ranks, size_t block, bool gathers) : Meeting(ranks), block_(block), gathers_(gathers) {}
 
-  static void arrive(int64_t run, int64_t group, long ranks, size_t block, bool gathers, Part part, int64_t patience,
-                     const Schedule& schedule) {
-    typedef Meetings<Exchange> Exchanges;
-    const auto make = [&] { return std::make_shared<Exchange>(ranks, block, gathers); };
-    const auto [exchange, place] = Exchanges::here().enter({run, group, block, gathers}, make, std::move(part), patience);
-    if (exchange->copy(place)) Exchanges::proceed(exchange, ranks, schedule);
-  }
-
   bool at_rest() const { return copied_.load(std::memory_order_acquire) == static_cast<long>(parts_.size()); }
 
- private:
   // Copies what passes between the device that came as number `place` and those before it. Of each pair the later one does this. True
   // if that was the last to be copied.
   bool copy(long place) {
@@ -33,6 +24,7 @@ class Exchange : public Meeting<Part> {
     return copied_.fetch_add(1, std::memory_order_acq_rel) + 1 == ranks_;
   }
 
+ private:
   void copy(const Part& source, const Part& target) const {
     if (block_ == 0 || source.rank == nowhere || target.rank == nowhere) return;
     std::memcpy(target.to + source.rank * block_, source.from + (gathers_ ? 0 : target.rank * block_), block_);

@@ -124,24 +124,19 @@ struct Experts {
 
   Layout layout(char* base) const {
     Layout at;
-    size_t used = 0;
-    auto take = [&](size_t bytes) {
-      char* found = base ? base + used : nullptr;
-      used += (bytes + 63) / 64 * 64;
-      return found;
-    };
-    at.start = reinterpret_cast<int32_t*>(take(sizeof(int32_t) * (X + 2)));
-    at.row = reinterpret_cast<int32_t*>(take(sizeof(int32_t) * pairs()));
-    at.weight = reinterpret_cast<float*>(take(sizeof(float) * pairs()));
-    at.choice = reinterpret_cast<int32_t*>(take(sizeof(int32_t) * pairs()));
-    at.place = reinterpret_cast<int32_t*>(take(sizeof(int32_t) * pairs()));
-    at.chunk = reinterpret_cast<Chunk*>(take(sizeof(Chunk) * (rounds() * std::min(X, pairs_of_a_round()) + pairs() / kChunkRows + 1)));
-    at.round = reinterpret_cast<Round*>(take(sizeof(Round) * (rounds() + 1)));
-    at.hidden = reinterpret_cast<float*>(take(sizeof(float) * pairs_of_a_round() * F));
+    Scratch scratch(base);
+    at.start = scratch.take<int32_t>(X + 2);
+    at.row = scratch.take<int32_t>(pairs());
+    at.weight = scratch.take<float>(pairs());
+    at.choice = scratch.take<int32_t>(pairs());
+    at.place = scratch.take<int32_t>(pairs());
+    at.chunk = scratch.take<Chunk>(rounds() * std::min(X, pairs_of_a_round()) + pairs() / kChunkRows + 1);
+    at.round = scratch.take<Round>(rounds() + 1);
+    at.hidden = scratch.take<float>(pairs_of_a_round() * F);
     const long own = std::max(kChunkRows * 2 * F, sums_apart() ? pairs_of_a_round() * strip() : 0);
     at.own_bytes = sizeof(float) * ((own + 15) / 16 * 16 + product_floats());
-    at.own = take(at.own_bytes * std::max(threads, 1));
-    at.total = used;
+    at.own = scratch.take<char>(at.own_bytes * std::max(threads, 1));
+    at.total = scratch.bytes();
     return at;
   }
 
@@ -260,9 +255,7 @@ struct Experts {
       for (k++; k < K; k++) {
         if (at.place[n * K + k] < 0) continue;
         term = terms + (at.place[n * K + k] - first.pair) * strip();
-        long j = from;
-        for (; j + kLanes <= to; j += kLanes) store(row + j, load(row + j) + load(term + j - from));
-        for (; j < to; j++) row[j] += term[j - from];
+        add_row(term, to - from, row + from);
       }
     }
   }

@@ -49,11 +49,7 @@ struct Packed {
 #if defined(__F16C__) && defined(__AVX512F__)
     return Float8::convert_halves(__builtin_convertvector(bits<IntVec>(byte << 24) >> 17, Float8::Halves) & static_cast<int16_t>(0xbf80)) * 256.0f;
 #endif
-    const UIntVec magnitude = byte & 0x7f;
-    const Vec normal = bits<Vec>((magnitude << 20) + (120u << 23));
-    const Vec subnormal = __builtin_convertvector(bits<IntVec>(magnitude), Vec) * 0.001953125f;  // 2^-9
-    const Vec value = bits<IntVec>(magnitude) < 8 ? subnormal : normal;
-    return bits<Vec>(bits<UIntVec>(value) | ((byte & 0x80) << 24));
+    return Float8::widen_number(byte);
   }
 
   // A product of a value and its scale has six bits, of an integer twelve, so that neither way of having it rounds.
@@ -73,11 +69,13 @@ struct Packed {
     return found;
   }
   Factors factors(long k, long column) const {
+    static constexpr uint8_t low[2][16] = {{0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0, 0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0},
+                                           {0, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0, 0x80, 0, 0x80, 0, 0x40, 0x80, 0xa0, 0xc0, 0xe0}};
+    static constexpr uint8_t high[2][16] = {{0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0},
+                                            {0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf, 0, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40}};
     Factors found;
+    found.low = both_lanes(low[integers]), found.high = both_lanes(high[integers]);
     if constexpr (integers) {
-      static constexpr uint8_t low[16] = {0, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0, 0x80, 0, 0x80, 0, 0x40, 0x80, 0xa0, 0xc0, 0xe0};
-      static constexpr uint8_t high[16] = {0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf, 0, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40};
-      found.low = both_lanes(low), found.high = both_lanes(high);
       for (int part = 0; part < 2; part++) {
         const Scale* own = scales_at(k, column + 8 * part);
         UIntVec pairs;
@@ -86,9 +84,6 @@ struct Packed {
       }
       return found;
     }
-    static constexpr uint8_t low[16] = {0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0, 0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0};
-    static constexpr uint8_t high[16] = {0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0};
-    found.low = both_lanes(low), found.high = both_lanes(high);
     const Chars scales = load_as<Chars>(scales_at(k, column)), none{};
     if (block == 32) {
       const UIntVec first = first_in_turn(scales, none), last = last_in_turn(scales, none);
@@ -182,10 +177,8 @@ struct Packed {
 typedef Packed<uint8_t> Fp4;
 typedef Packed<uint16_t> Int4;
 
-DSJAX_PANEL_PRODUCT(extern, Fp4)
-DSJAX_PANEL_PRODUCT(extern, Int4)
-DSJAX_STREAM_PRODUCT(extern, Fp4)
-DSJAX_STREAM_PRODUCT(extern, Int4)
+DSJAX_PANEL_AND_STREAM_PRODUCT(extern, Fp4)
+DSJAX_PANEL_AND_STREAM_PRODUCT(extern, Int4)
 
 // The e2m1 number nearest to a value of at most 6; of two equally near the one whose fraction is even.
 inline float to_e2m1(float value) {
@@ -197,19 +190,11 @@ inline float to_e2m1(float value) {
 // row[i] becomes `factor` times what NVFP4 keeps of it, as dsjax/fp4/rows.py has it: a scale of the whole row, largest magnitude / (6 x 448),
 // and an e4m3 scale of each 16 values. `width` is whole blocks of 16. A number that is not finite leaves NaNs.
 inline void round_to_nvfp4(float* row, long width, float factor) {
-  auto most_of = [&](long first, long end) {
-    float most = 0;
-    for (long i = first; i < end; i++) {
-      const float size = std::fabs(row[i]);
-      if (size > most || size != size) most = size;
-    }
-    return most;
-  };
-  float whole = most_of(0, width) * (1.0f / (6.0f * 448.0f));
+  float whole = largest_magnitude(row, row + width) * (1.0f / (6.0f * 448.0f));
   if (whole < std::numeric_limits<float>::min()) whole = 1.0f;  // XLA takes it for zero
   for (long first = 0; first < width; first += kRoundedTogetherInFp4) {
     const long end = first + kRoundedTogetherInFp4;
-    const float scale = to_e4m3(std::clamp(most_of(first, end) * (1.0f / 6.0f) / whole, 0.001953125f, 448.0f));
+    const float scale = to_e4m3(std::clamp(largest_magnitude(row + first, row + end) * (1.0f / 6.0f) / whole, 0.001953125f, 448.0f));
     for (long i = first; i < end; i++)
       row[i] = to_e2m1(std::clamp(row[i] / (scale * whole), -6.0f, 6.0f)) * scale * whole * factor;
   }

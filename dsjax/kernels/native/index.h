@@ -58,12 +58,12 @@ struct IndexChoice {
 
   Layout layout(char* base) const {
     Layout at;
-    at.scores = reinterpret_cast<float*>(base);
-    const size_t scores = (4 * R * C * S() + 63) / 64 * 64;
-    at.own = base ? base + scores : nullptr;
+    Scratch scratch(base);
+    at.scores = scratch.take<float>(R * C * S());
     // Queries with heads side by side, their weights, and a few keys widened.
     at.own_bytes = (4 * ((A + 1) * lanes() + kRows * A) + 63) / 64 * 64;
-    at.total = scores + at.own_bytes * std::max(threads, 1);
+    at.own = scratch.take<char>(at.own_bytes * std::max(threads, 1));
+    at.total = scratch.bytes();
     return at;
   }
 
@@ -74,10 +74,13 @@ struct IndexChoice {
     const long at = slot * A;
     if (bytes == 4) return static_cast<const float*>(keys) + at;
     if (bytes == 0) return widened(slot, own);
+    if (bytes == 2) {
+      widen<BFloat16>(static_cast<const uint16_t*>(keys) + at, A, 1.0f, own);
+      return own;
+    }
     const float* scale = key_scale + slot * ((A + kIndexScaled - 1) / kIndexScaled);
-    for (long w = 0; w < A; w++)
-      own[w] = bytes == 2 ? BFloat16::widen_one(static_cast<const uint16_t*>(keys)[at + w])
-                          : Float8::widen_one(static_cast<const uint8_t*>(keys)[at + w]) * scale[w / kIndexScaled];
+    for (long w = 0; w < A; w += kIndexScaled)
+      widen<Float8>(static_cast<const uint8_t*>(keys) + at + w, std::min(kIndexScaled, A - w), *scale++, own + w);
     return own;
   }
 

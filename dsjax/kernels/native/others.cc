@@ -19,11 +19,18 @@ template void run_kernel(const Streams&, char*, const Schedule&);
 template void run_kernel(const StreamsAfter&, char*, const Schedule&);
 
 void arrive_at_exchange(int64_t run, int64_t group, long ranks, size_t block, bool gathers, Part part, int64_t patience, const Schedule& schedule) {
-  Exchange::arrive(run, group, ranks, block, gathers, std::move(part), patience, schedule);
+  const auto make = [&] { return std::make_shared<Exchange>(ranks, block, gathers); };
+  const auto [exchange, place] = Meetings<Exchange>::here().enter({run, group, block, gathers}, make, std::move(part), patience);
+  if (exchange->copy(place)) Meetings<Exchange>::proceed(exchange, ranks, schedule);
 }
 
 void arrive_together(int64_t run, int64_t group, long ranks, Guest guest, int64_t patience, int threads, const Schedule& schedule) {
-  Together::arrive(run, group, ranks, std::move(guest), patience, threads, schedule);
+  const size_t tokens = guest.experts.N;
+  const auto make = [&] { return std::make_shared<Together>(ranks); };
+  const auto [together, place] = Meetings<Together>::here().enter({run, group, tokens, false}, make, std::move(guest), patience);
+  if (place + 1 < ranks) return;
+  together->run(threads, schedule);
+  Meetings<Together>::proceed(together, ranks, schedule);
 }
 
 long desks_of_experts() { return Together::desks(); }

@@ -49,7 +49,7 @@ class Panels {
         one_piece(rows, a, b, j, wide, first, end, depth, own);
         if (in_place) continue;
         int level = 0;
-        for (; number >> level & 1; level++) add(sums(level + 1), sums(0), rows);
+        for (; number >> level & 1; level++) add_row(sums(level + 1), rows * kPanelWidth, sums(0));
         if (end < depth) std::copy(sums(0), sums(0) + rows * kPanelWidth, sums(level + 1));
       }
       if (!in_place)
@@ -61,10 +61,6 @@ class Panels {
 
  private:
   float* sums(int level) const { return sums_ + level * rows_ * kPanelWidth; }
-
-  static void add(const float* left, float* to, long rows) {
-    for (long i = 0; i < rows * kPanelWidth; i += kLanes) store(to + i, load(left + i) + load(to + i));
-  }
 
   template <class B>
   void one_piece(long rows, const float* const* a, const B& b, long j, long wide, long first, long end, long depth, float* const* to) const {

@@ -73,6 +73,23 @@ class Phases {
   std::atomic<int> inside_{0}, workers_{1};
 };
 
+// Working memory, handed out in whole lines; where there is none, the bytes that would be handed out are counted.
+class Scratch {
+ public:
+  explicit Scratch(char* memory) : memory_(memory) {}
+  template <class T>
+  T* take(long count) {
+    T* found = memory_ ? reinterpret_cast<T*>(memory_ + bytes_) : nullptr;
+    bytes_ += (sizeof(T) * count + 63) / 64 * 64;
+    return found;
+  }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  char* memory_;
+  size_t bytes_ = 0;
+};
+
 // Runs a kernel. Each kernel is compiled once, in the unit that instantiates this for it (`extern template` elsewhere).
 template <class Kernel>
 void run_kernel(const Kernel& kernel, char* scratch, const Schedule& schedule) {

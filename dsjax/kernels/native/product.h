@@ -70,11 +70,15 @@ struct Matrix {
   }
   template <int vectors>
   void quick(long k, int, long column, const Factors& factors, Vec (&values)[vectors], Codes& codes) const {
-    Format::widen_quickly(data + k * stride + column, values, factors, codes);
+    if constexpr (Format::quick) Format::widen_quickly(data + k * stride + column, values, factors, codes);
+    else Format::widen_group(data + k * stride + column, values, factors);
     if constexpr (scaled)
       DSJAX_EACH(v, vectors) values[v] = values[v] * factors.scale;
   }
-  static void order_quick(Vec (&values)[kGroup]) { Format::order_quick(values); }
+  static void order_quick(Vec (&values)[kGroup]) {
+    if constexpr (Format::quick) Format::order_quick(values);
+    else Format::order(values);
+  }
   // Asks for the line of memory that an element is in, into the second cache: the first has far fewer requests to memory under way at once.
   void prefetch(long k, long column) const { __builtin_prefetch(data + k * stride + column, 0, 2); }
   static constexpr long line = 64 / sizeof(typename Format::Stored);  // elements of it

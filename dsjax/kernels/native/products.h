@@ -24,27 +24,25 @@ void place_product(long rows, const float* const* a, const B& b, long from, long
   product(rows, a, 1, b, from, to, depth, c, Sums::replace, c_shift, piece);
 }
 
-// The functions of one B; `how` is `extern` where they are used, and empty in their unit.
+// The functions of one B, and of a format whose matrices may lie transposed; `how` is `extern` where they are used, and empty in their unit.
 #define DSJAX_PRODUCT(how, B) \
   how template void product(long, const float* const*, long, const B&, long, long, long, float* const*, Sums, long, long);
 #define DSJAX_PLACE_PRODUCT(how, B) \
   how template void place_product(long, const float* const*, const B&, long, long, long, float* const*, long, long);
 #define DSJAX_PANEL_PRODUCT(how, B) \
   how template void panel_product(float*, long, long, const float* const*, const B&, long, long, long, float* const*, long, long);
-#define DSJAX_STREAM_PRODUCT(how, B) \
+#define DSJAX_PANEL_AND_STREAM_PRODUCT(how, B) \
+  DSJAX_PANEL_PRODUCT(how, B) \
   how template void stream_product(float*, long, long, const float* const*, const B&, long, long, long, float* const*, long, long);
+#define DSJAX_FORMAT_PRODUCTS(how, Format) \
+  DSJAX_PLACE_PRODUCT(how, Matrix<Format>) \
+  DSJAX_PANEL_PRODUCT(how, Transposed<Format>) \
+  DSJAX_PANEL_AND_STREAM_PRODUCT(how, Matrix<Format>)
 
-DSJAX_PRODUCT(extern, Matrix<Float32>)
-DSJAX_PLACE_PRODUCT(extern, Matrix<Float32>)
-DSJAX_PLACE_PRODUCT(extern, Matrix<BFloat16>)
 DSJAX_PRODUCT(extern, Scattered)
-DSJAX_PANEL_PRODUCT(extern, Transposed<Float32>)
-DSJAX_PANEL_PRODUCT(extern, Transposed<BFloat16>)
-DSJAX_PANEL_PRODUCT(extern, Matrix<Float32>)
-DSJAX_PANEL_PRODUCT(extern, Matrix<BFloat16>)
-DSJAX_PANEL_PRODUCT(extern, Matrix<Float8>)
-DSJAX_STREAM_PRODUCT(extern, Matrix<Float32>)
-DSJAX_STREAM_PRODUCT(extern, Matrix<BFloat16>)
-DSJAX_STREAM_PRODUCT(extern, Matrix<Float8>)
+DSJAX_PRODUCT(extern, Matrix<Float32>)
+DSJAX_FORMAT_PRODUCTS(extern, Float32)
+DSJAX_FORMAT_PRODUCTS(extern, BFloat16)
+DSJAX_PANEL_AND_STREAM_PRODUCT(extern, Matrix<Float8>)
 
 }  // namespace dsjax

@@ -3,9 +3,6 @@
 
 namespace dsjax {
 
-DSJAX_PLACE_PRODUCT(, Matrix<BFloat16>)
-DSJAX_PANEL_PRODUCT(, Matrix<BFloat16>)
-DSJAX_PANEL_PRODUCT(, Transposed<BFloat16>)
-DSJAX_STREAM_PRODUCT(, Matrix<BFloat16>)
+DSJAX_FORMAT_PRODUCTS(, BFloat16)
 
 }  // namespace dsjax

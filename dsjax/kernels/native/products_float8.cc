@@ -3,7 +3,6 @@
 
 namespace dsjax {
 
-DSJAX_PANEL_PRODUCT(, Matrix<Float8>)
-DSJAX_STREAM_PRODUCT(, Matrix<Float8>)
+DSJAX_PANEL_AND_STREAM_PRODUCT(, Matrix<Float8>)
 
 }  // namespace dsjax

@@ -25,16 +25,21 @@ inline float scale_of(float largest, bool powers) {
   return powers ? bits<float>((bits<uint32_t>(scale) + 0x7fffffu) & ~0x7fffffu) : scale;
 }
 
+// NaN where one of the values is.
+inline float largest_magnitude(const float* value, const float* end) {
+  float largest = 0;
+  for (; value < end; value++) {
+    const float size = std::fabs(*value);
+    if (size > largest || size != size) largest = size;
+  }
+  return largest;
+}
+
 // row[i] becomes `factor` times what e4m3 keeps of it. A number that is not finite leaves a NaN.
 inline void round_to_fp8(float* row, long width, bool powers, float factor) {
   for (long first = 0; first < width; first += kRoundedTogether) {
     const long end = std::min(width, first + kRoundedTogether);
-    float largest = 0;
-    for (long i = first; i < end; i++) {
-      const float size = std::fabs(row[i]);
-      if (size > largest || size != size) largest = size;
-    }
-    const float scale = scale_of(largest, powers);
+    const float scale = scale_of(largest_magnitude(row + first, row + end), powers);
     for (long i = first; i < end; i++) row[i] = to_e4m3(std::clamp(row[i] / scale, -448.0f, 448.0f)) * scale * factor;
   }
 }

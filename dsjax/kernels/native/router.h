@@ -38,8 +38,6 @@ struct Router {
   }
 
  private:
-  static long whole_vectors(long count) { return (count + kLanes - 1) / kLanes * kLanes; }
-
   static constexpr float kTaken = -std::numeric_limits<float>::infinity(), kLeftOut = -std::numeric_limits<float>::max();
 
   void route(long n, float* choice, long size, float* of_groups) const {

@@ -22,7 +22,17 @@ struct SelfTest {
     for (float& value : found) value = next();
     return found;
   }
-  static void here(std::function<void()> task) { task(); }
+  // Runs a kernel on this thread alone.
+  template <class Kernel>
+  static void run_here(const Kernel& kernel) {
+    std::vector<char> scratch(kernel.scratch_bytes());
+    run_kernel(kernel, scratch.data(), [](std::function<void()> task) { task(); });
+  }
+  static bool near(const std::vector<double>& expected, const std::vector<float>& found, double within) {
+    bool all = true;
+    for (size_t i = 0; i < expected.size(); i++) all = all && std::fabs(expected[i] - found[i]) <= within;
+    return all;
+  }
 
   bool experts() {
     const long X = 3, D = 37, F = 19, N = 9, K = 2;
@@ -30,28 +40,22 @@ struct SelfTest {
     std::vector<int32_t> ids(N * K);
     for (long p = 0; p < N * K; p++) ids[p] = static_cast<int32_t>(p * 5 % 4) - 1;
     std::vector<float> out(N * D);
-    Experts kernel{gate_up.data(), down.data(), nullptr, nullptr, 4, 0, X, D, F, rows.data(), D, ids.data(), weights.data(), N, K, out.data(), 1, 1, false};
-    std::vector<char> scratch(kernel.scratch_bytes());
-    run_kernel(kernel, scratch.data(), here);
-    for (long n = 0; n < N; n++) {
-      std::vector<double> expected(D);
-      for (long k = 0; k < K; k++) {
-        const long x = ids[n * K + k];
-        if (x < 0) continue;
-        for (long f = 0; f < F; f++) {
-          double gate = 0, up = 0;
-          for (long d = 0; d < D; d++) {
-            gate += double(rows[n * D + d]) * gate_up[((x * D + d) * 2) * F + f];
-            up += double(rows[n * D + d]) * gate_up[((x * D + d) * 2 + 1) * F + f];
-          }
-          const double hidden = gate / (1 + std::exp(-gate)) * up * weights[n * K + k];
-          for (long d = 0; d < D; d++) expected[d] += hidden * down[(x * F + f) * D + d];
+    run_here(Experts{gate_up.data(), down.data(), nullptr, nullptr, 4, 0, X, D, F, rows.data(), D, ids.data(), weights.data(), N, K, out.data(),
+                     1, 1, false});
+    std::vector<double> expected(N * D);
+    for (long p = 0; p < N * K; p++) {
+      const long n = p / K, x = ids[p];
+      for (long f = 0; x >= 0 && f < F; f++) {
+        double gate = 0, up = 0;
+        for (long d = 0; d < D; d++) {
+          gate += double(rows[n * D + d]) * gate_up[((x * D + d) * 2) * F + f];
+          up += double(rows[n * D + d]) * gate_up[((x * D + d) * 2 + 1) * F + f];
         }
+        const double hidden = gate / (1 + std::exp(-gate)) * up * weights[p];
+        for (long d = 0; d < D; d++) expected[n * D + d] += hidden * down[(x * F + f) * D + d];
       }
-      for (long d = 0; d < D; d++)
-        if (!(std::fabs(expected[d] - out[n * D + d]) <= 1e-3)) return false;
     }
-    return true;
+    return near(expected, out, 1e-3);
   }
 
   template <class Kernel>
@@ -71,62 +75,52 @@ struct SelfTest {
     kernel.start = start.data(), kernel.length = length.data(), kernel.tables = tables.data(), kernel.filled = filled.data();
     kernel.R = R, kernel.C = C, kernel.H = H, kernel.N = N, kernel.O = O, kernel.U = U, kernel.M = M, kernel.Pr = Pr;
     kernel.scale = 0.3f, kernel.out = out.data(), kernel.threads = 1;
-    std::vector<char> scratch(kernel.scratch_bytes());
-    run_kernel(kernel, scratch.data(), here);
-    for (long r = 0; r < R; r++)
-      for (long c = 0; c < C; c++)
-        for (long h = 0; h < H; h++) {
-          const long query = (r * C + c) * H + h;
-          double total = 0;
-          std::vector<double> expected(U);
-          for (long s = 0; c < length[r] && s <= start[r] + c; s++) {
-            const long at = tables[r * Pr + s / G] * G + s % G;
-            if (!filled[at] && s != start[r] + c) continue;
-            double score = 0;
-            for (long o = 0; o < O; o++) score += double(q_rope[query * O + o]) * rope[at * O + o];
-            for (long m = 0; m < M; m++)
-              for (long n = 0; n < N; n++) score += double(q_nope[query * N + n]) * weights[(m * H + h) * (N + U) + n] * latent[at * M + m];
-            const double weight = std::exp(score * 0.3);
-            total += weight;
-            for (long m = 0; m < M; m++)
-              for (long u = 0; u < U; u++) expected[u] += weight * latent[at * M + m] * weights[(m * H + h) * (N + U) + N + u];
-          }
-          for (long u = 0; u < U; u++)
-            if (!(std::fabs((total ? expected[u] / total : 0) - out[query * U + u]) <= 1e-3)) return false;
-        }
-    return true;
+    run_here(kernel);
+    std::vector<double> expected(R * C * H * U);
+    for (long query = 0; query < R * C * H; query++) {
+      const long r = query / (C * H), c = query / H % C, h = query % H;
+      double total = 0, *sums = &expected[query * U];
+      for (long s = 0; c < length[r] && s <= start[r] + c; s++) {
+        const long at = tables[r * Pr + s / G] * G + s % G;
+        if (!filled[at] && s != start[r] + c) continue;
+        double score = 0;
+        for (long o = 0; o < O; o++) score += double(q_rope[query * O + o]) * rope[at * O + o];
+        for (long m = 0; m < M; m++)
+          for (long n = 0; n < N; n++) score += double(q_nope[query * N + n]) * weights[(m * H + h) * (N + U) + n] * latent[at * M + m];
+        const double weight = std::exp(score * 0.3);
+        total += weight;
+        for (long m = 0; m < M; m++)
+          for (long u = 0; u < U; u++) sums[u] += weight * latent[at * M + m] * weights[(m * H + h) * (N + U) + N + u];
+      }
+      for (long u = 0; total && u < U; u++) sums[u] /= total;
+    }
+    return near(expected, out, 1e-3);
   }
 
   bool dense() {
     const long K = 24, width = 37, N = 19;
     auto weight = values(K * 2 * width), rows = values(N * K);
     std::vector<float> out(N * 2 * width);
-    for (long count : {3L, N}) {  // as few rows as are streamed, and more
-      Dense kernel{weight.data(), nullptr, 4, false, 0, K, 2, width, 8, rows.data(), count, out.data(), 1};
-      std::vector<char> scratch(kernel.scratch_bytes());
-      run_kernel(kernel, scratch.data(), here);
-      for (long n = 0; n < count; n++)
-        for (long j = 0; j < 2 * width; j++) {
-          double expected = 0;
-          for (long k = 0; k < K; k++) expected += double(rows[n * K + k]) * weight[k * 2 * width + j];
-          if (!(std::fabs(expected - out[n * 2 * width + j]) <= 1e-4)) return false;
-        }
-    }
-    return true;
+    std::vector<double> expected(N * 2 * width);
+    for (long i = 0; i < N * 2 * width; i++)
+      for (long k = 0; k < K; k++) expected[i] += double(rows[i / (2 * width) * K + k]) * weight[k * 2 * width + i % (2 * width)];
+    run_here(Dense{weight.data(), nullptr, 4, false, 0, K, 2, width, 8, rows.data(), N, out.data(), 1});
+    if (!near(expected, out, 1e-4)) return false;
+    const long few = 3;  // rows that are streamed
+    std::fill(out.begin(), out.begin() + few * 2 * width, 0.0f);
+    run_here(Dense{weight.data(), nullptr, 4, false, 0, K, 2, width, 8, rows.data(), few, out.data(), 1});
+    return near(expected, out, 1e-4);
   }
 
   bool norm() {
     const long N = 2, width = 37;
     auto rows = values(N * width), scale = values(width);
     std::vector<float> out(N * width);
-    run_kernel(Norm{rows.data(), scale.data(), N, width, 1e-6f, out.data(), 1}, nullptr, here);
-    for (long n = 0; n < N; n++) {
-      double squares = 0;
-      for (long i = 0; i < width; i++) squares += double(rows[n * width + i]) * rows[n * width + i];
-      for (long i = 0; i < width; i++)
-        if (!(std::fabs(rows[n * width + i] / std::sqrt(squares / width + 1e-6) * scale[i] - out[n * width + i]) <= 1e-5)) return false;
-    }
-    return true;
+    std::vector<double> squares(N), expected(N * width);
+    for (long i = 0; i < N * width; i++) squares[i / width] += double(rows[i]) * rows[i];
+    for (long i = 0; i < N * width; i++) expected[i] = rows[i] / std::sqrt(squares[i / width] / width + 1e-6) * scale[i % width];
+    run_here(Norm{rows.data(), scale.data(), N, width, 1e-6f, out.data(), 1});
+    return near(expected, out, 1e-5);
   }
 
   bool index_choice() {
@@ -139,10 +133,8 @@ struct SelfTest {
     std::vector<int32_t> positions{70, 71, 3, 4}, tables(R * Pr), chosen(R * C * k), count(R * C);
     std::vector<uint32_t> words(R * C * 3);
     for (long i = 0; i < R * Pr; i++) tables[i] = static_cast<int32_t>(i * 7 % P);
-    IndexChoice kernel{query.data(), weight.data(), keys.data(), nullptr, positions.data(), tables.data(), nullptr, 4, 0, P, G, R, C, I, A,
-                       Pr, k, chosen.data(), count.data(), words.data(), 1};
-    std::vector<char> scratch(kernel.scratch_bytes());
-    run_kernel(kernel, scratch.data(), here);
+    run_here(IndexChoice{query.data(), weight.data(), keys.data(), nullptr, positions.data(), tables.data(), nullptr, 4, 0, P, G, R, C, I, A, Pr,
+                         k, chosen.data(), count.data(), words.data(), 1});
     for (long item = 0; item < R * C; item++) {
       const long n = positions[item] + 1;
       std::vector<double> scores(n);

@@ -82,6 +82,9 @@ inline V larger(V a, V b) {
   return a > b ? a : b;
 }
 
+// The lanes of the vectors that so many values take.
+constexpr long whole_vectors(long values) { return (values + kLanes - 1) / kLanes * kLanes; }
+
 inline float sum(Vec v) {
   float total = 0;
   for (int lane = 0; lane < kLanes; lane++) total += v[lane];
@@ -91,6 +94,23 @@ inline float largest(Vec v) {
   float most = v[0];
   for (int lane = 1; lane < kLanes; lane++) most = v[lane] > most ? v[lane] : most;
   return most;
+}
+
+// to[i] += from[i].
+inline void add_row(const float* from, long count, float* to) {
+  long i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(to + i, load(to + i) + load(from + i));
+  for (; i < count; i++) to[i] += from[i];
+}
+
+// 1 / sqrt(mean(x^2) + eps) of the values x of a row.
+inline float inverse_rms(const float* row, long width, float eps) {
+  Vec squares{};
+  long i = 0;
+  for (; i + kLanes <= width; i += kLanes) squares += load(row + i) * load(row + i);
+  float total = sum(squares);
+  for (; i < width; i++) total = __builtin_fmaf(row[i], row[i], total);
+  return 1.0f / __builtin_sqrtf(total / static_cast<float>(width) + eps);
 }
 
 // e^x in float32, within 2 units in the last place for -87 <= x <= 88, above which x is held there; exactly 0 below
@@ -198,58 +218,57 @@ struct AnyCode {
   bool found() const { return false; }
 };
 
+// A format that is not widened sooner where some codes may come out wrong.
+struct NoQuickWidening {
+  typedef AnyCode Codes;
+  static constexpr bool quick = false;
+  static constexpr float kQuickUnit = 1;
+};
+
 // What a widening keeps in registers for all groups: nothing, where it needs no tables.
 struct NoTables {};
 
 // What a matrix's elements are stored as; each is widened to float32 exactly.
-struct Float32 {
+struct Float32 : NoQuickWidening {
   typedef float Stored;
+  typedef NoTables Held;
   static Vec widen(const float* from) { return load(from); }
   static float widen_one(float value) { return value; }
-  typedef NoTables Held;
-  static void widen_group(const float* from, Vec (&group)[kGroup], Held) {
-    DSJAX_EACH(v, kGroup) group[v] = load(from + v * kLanes);
-  }
-  static void order(Vec (&)[kGroup]) {}
-
-  typedef AnyCode Codes;
-  static constexpr float kQuickUnit = 1;
   template <int vectors>
-  static void widen_quickly(const float* from, Vec (&group)[vectors], Held, Codes&) {
+  static void widen_group(const float* from, Vec (&group)[vectors], Held) {
     DSJAX_EACH(v, vectors) group[v] = load(from + v * kLanes);
   }
-  static void order_quick(Vec (&)[kGroup]) {}
+  static void order(Vec (&)[kGroup]) {}
 };
 
-struct BFloat16 {
+struct BFloat16 : NoQuickWidening {
   typedef uint16_t Stored;
+  typedef NoTables Held;
   static Vec widen(const uint16_t* from) {
     return bits<Vec>(__builtin_convertvector(load_as<HalfVec>(from), UIntVec) << 16);
   }
   static float widen_one(uint16_t value) { return bits<float>(static_cast<uint32_t>(value) << 16); }
   // Of each two vectors the even columns and then the odd ones: a shift and a mask, where widening in order takes five instructions.
-  typedef NoTables Held;
-  typedef AnyCode Codes;
-  static constexpr float kQuickUnit = 1;
   template <int vectors>
-  static void widen_quickly(const uint16_t* from, Vec (&group)[vectors], Held, Codes&) {
+  static void widen_group(const uint16_t* from, Vec (&group)[vectors], Held) {
     DSJAX_EACH_PAIR(v, vectors) {
       const UIntVec both = load_as<UIntVec>(from + v * kLanes);
       group[v] = bits<Vec>(both << 16), group[v + 1] = bits<Vec>(both & 0xffff0000u);
     }
   }
-  static void widen_group(const uint16_t* from, Vec (&group)[kGroup], Held held) {
-    Codes codes;
-    widen_quickly(from, group, held, codes);
-  }
-  static void order_quick(Vec (&group)[kGroup]) { order(group); }
   static void order(Vec (&group)[kGroup]) {
     DSJAX_EACH_PAIR(v, kGroup) interleave(group[v], group[v + 1]);
   }
 };
 
 // e4m3fn: sign, four bits of exponent with bias 7, three of mantissa; no infinities, 0x7f and 0xff are NaN.
+#if defined(__F16C__) && defined(__AVX2__) && !defined(__AVX512F__)
+#define DSJAX_QUICK_FLOAT8
 struct Float8 {
+  static constexpr bool quick = true;
+#else
+struct Float8 : NoQuickWidening {
+#endif
   typedef uint8_t Stored;
 #if defined(__F16C__) && (defined(__AVX2__) || defined(__AVX512F__))
   typedef int8_t SignedBytes __attribute__((vector_size(kLanes)));
@@ -279,15 +298,19 @@ struct Float8 {
 #else
   static Vec widen(const uint8_t* from) {
     // In two steps: GCC 12 converts bytes to 32 bits one by one.
-    UIntVec all = __builtin_convertvector(__builtin_convertvector(load_as<ByteVec>(from), HalfVec), UIntVec);
-    UIntVec magnitude = all & 0x7f;
-    Vec normal = bits<Vec>((magnitude << 20) + (120u << 23));
-    Vec subnormal = __builtin_convertvector(bits<IntVec>(magnitude), Vec) * 0.001953125f;  // 2^-9
-    Vec value = bits<IntVec>(magnitude) < 8 ? subnormal : normal;
-    UIntVec nan = bits<UIntVec>(bits<IntVec>(magnitude) == 0x7f) & 0x7fc00000u;
-    return bits<Vec>(bits<UIntVec>(value) | nan | ((all & 0x80) << 24));
+    const UIntVec all = __builtin_convertvector(__builtin_convertvector(load_as<ByteVec>(from), HalfVec), UIntVec);
+    const UIntVec nan = bits<UIntVec>(bits<IntVec>(all & 0x7f) == 0x7f) & 0x7fc00000u;
+    return bits<Vec>(bits<UIntVec>(widen_number(all)) | nan);
   }
 #endif
+  // Of a byte in each lane, in its low eight bits, which is no NaN.
+  static Vec widen_number(UIntVec byte) {
+    const UIntVec magnitude = byte & 0x7f;
+    const Vec normal = bits<Vec>((magnitude << 20) + (120u << 23));
+    const Vec subnormal = __builtin_convertvector(bits<IntVec>(magnitude), Vec) * 0.001953125f;  // 2^-9
+    const Vec value = bits<IntVec>(magnitude) < 8 ? subnormal : normal;
+    return bits<Vec>(bits<UIntVec>(value) | ((byte & 0x80) << 24));
+  }
   static float widen_one(uint8_t value) {
     uint8_t padded[kLanes] = {value};
     return widen(padded)[0];
@@ -346,7 +369,7 @@ struct Float8 {
     DSJAX_EACH_PAIR(v, kGroup) exchange<4>(group[v], group[v + 1]);
     DSJAX_EACH(v, 2) exchange<8>(group[v], group[v + 2]);
   }
-#elif defined(__F16C__) && defined(__AVX2__) && !defined(__AVX512F__)
+#elif defined(DSJAX_QUICK_FLOAT8)
   typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
   typedef uint8_t Bytes __attribute__((vector_size(4 * kLanes)));
 
@@ -414,12 +437,14 @@ struct Float8 {
   }
   static void order(Vec (&)[kGroup]) {}
 #endif
-#if defined(__AVX512VBMI__) || defined(__AVX512F__) || !(defined(__F16C__) && defined(__AVX2__))
-  typedef AnyCode Codes;
-  static constexpr float kQuickUnit = 1;
-  static void widen_quickly(const uint8_t* from, Vec (&group)[kGroup], const Held& held, Codes&) { widen_group(from, group, held); }
-  static void order_quick(Vec (&group)[kGroup]) { order(group); }
-#endif
 };
+
+// to[i] = factor * from[i], widened.
+template <class Format>
+inline void widen(const typename Format::Stored* from, long count, float factor, float* to) {
+  long i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(to + i, Format::widen(from + i) * factor);
+  for (; i < count; i++) to[i] = Format::widen_one(from[i]) * factor;
+}
 
 }  // namespace dsjax

@@ -61,8 +61,7 @@ class Stream {
       }
       int level = 0;
       for (; number >> level & 1; level++)
-        for (long r = 0; r < rows; r++)
-          for (long i = 0; i < columns; i += kLanes) store(sums(0, r) + i, load(sums(level + 1, r) + i) + load(sums(0, r) + i));
+        for (long r = 0; r < rows; r++) add_row(sums(level + 1, r), columns, sums(0, r));
       for (long r = 0; r < rows && end < depth; r++) std::copy(sums(0, r), sums(0, r) + columns, sums(level + 1, r));
     }
     if (codes.found()) return false;

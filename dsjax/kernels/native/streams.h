@@ -8,6 +8,12 @@
 
 namespace dsjax {
 
+// to[d] = sum over j < n of weights[j * step] * streams[j][d], in turn.
+inline void weigh(long n, long D, const float* streams, const float* weights, long step, float* to) {
+  for (long j = 0; j < n; j++)
+    for (long d = 0; d < D; d++) to[d] = j == 0 ? weights[0] * streams[d] : __builtin_fmaf(weights[j * step], streams[j * D + d], to[d]);
+}
+
 // What a block reads of the streams, and how its result is spread over them and they are mixed; or, with n weights alone, what leaves them.
 struct Streams {
   const float* x;       // [N, n, D]
@@ -45,34 +51,20 @@ struct Streams {
     const float* a[kTokens];
     float* c[kTokens];
     for (long i = 0; i < count; i++) {
-      normalise(x + (first + i) * n * D, normed + i * n * D);
-      a[i] = normed + i * n * D, c[i] = weights + i * w;
+      const float *streams = x + (first + i) * n * D, inverse = inverse_rms(streams, n * D, norm_eps);
+      float* own_normed = normed + i * n * D;
+      for (long d = 0; d < n * D; d++) own_normed[d] = streams[d] * inverse;
+      a[i] = own_normed, c[i] = weights + i * w;
     }
     panel_product(own, kTokens, count, a, Matrix<Float32>{weight, w}, 0, w, n * D, c, 0, n * D);
     for (long i = 0; i < count; i++) {
       const float* streams = x + (first + i) * n * D;
       for (long j = 0; j < n; j++) c[i][j] = sigmoid(c[i][j] * factor[0] + base[j]) + eps;
-      weigh(n, streams, c[i], 1, read + (first + i) * D);
+      weigh(n, D, streams, c[i], 1, read + (first + i) * D);
       if (w == n) continue;
       for (long j = 0; j < n; j++) spread[(first + i) * n + j] = 2 * sigmoid(c[i][n + j] * factor[1] + base[n + j]);
       balance(c[i] + 2 * n, mixing + (first + i) * n * n);
     }
-  }
-
-  void normalise(const float* streams, float* to) const {
-    Vec squares{};
-    long i = 0;
-    for (; i + kLanes <= n * D; i += kLanes) squares += load(streams + i) * load(streams + i);
-    float total = sum(squares);
-    for (; i < n * D; i++) total = __builtin_fmaf(streams[i], streams[i], total);
-    const float inverse = 1.0f / __builtin_sqrtf(total / static_cast<float>(n * D) + norm_eps);
-    for (i = 0; i < n * D; i++) to[i] = streams[i] * inverse;
-  }
-
-  // to[d] = sum over j of weights[j * step] * streams[j][d], in turn.
-  void weigh(long count, const float* streams, const float* weights, long step, float* to) const {
-    for (long j = 0; j < count; j++)
-      for (long d = 0; d < D; d++) to[d] = j == 0 ? weights[0] * streams[d] : __builtin_fmaf(weights[j * step], streams[j * D + d], to[d]);
   }
 
   void balance(const float* weights, float* square) const {
@@ -117,8 +109,7 @@ struct StreamsAfter {
     const float *from = x + token * n * D, *weights = mixing + token * n * n, *result = y + token * D;
     for (long k = 0; k < n; k++) {
       float* to = out + (token * n + k) * D;
-      for (long j = 0; j < n; j++)
-        for (long d = 0; d < D; d++) to[d] = j == 0 ? weights[k] * from[d] : __builtin_fmaf(weights[j * n + k], from[j * D + d], to[d]);
+      weigh(n, D, from, weights + k, n, to);
       for (long d = 0; d < D; d++) to[d] = __builtin_fmaf(spread[token * n + k], result[d], to[d]);
     }
   }

@@ -14,20 +14,9 @@ class Together : public Meeting<Guest> {
  public:
   using Meeting::Meeting;
 
-  static void arrive(int64_t run, int64_t group, long ranks, Guest guest, int64_t patience, int threads, const Schedule& schedule) {
-    typedef Meetings<Together> Gatherings;
-    const size_t tokens = guest.experts.N;
-    const auto make = [&] { return std::make_shared<Together>(ranks); };
-    const auto [together, place] = Gatherings::here().enter({run, group, tokens, false}, make, std::move(guest), patience);
-    if (place + 1 < ranks) return;
-    together->run(threads, schedule);
-    Gatherings::proceed(together, ranks, schedule);
-  }
-
   // Of how many threads at once this process keeps working memory.
   static long desks() { return Desks::here().count(); }
 
- private:
   // Computes what all devices came for.
   void run(int threads, const Schedule& schedule) {
     if (outcome_ != Outcome::met) return;
@@ -40,6 +29,7 @@ class Together : public Meeting<Guest> {
         threads, schedule);
   }
 
+ private:
   // Tokens with an expert on one device, a pair of a token and an expert after the other, and working memory for their products.
   struct Desk {
     std::vector<const float*> rows;
@@ -106,10 +96,7 @@ class Together : public Meeting<Guest> {
   }
 
   void give(const Guest& holder, Desk& desk, const Schedule& schedule) const {
-    auto& rows = desk.rows;
-    auto& ids = desk.ids;
-    auto& weights = desk.weights;
-    auto& terms = desk.terms;
+    auto& [rows, ids, weights, terms, scratch, bytes] = desk;
     const long first = holder.rank * holder.held;
     desk.clear();
     std::fill(holder.counts, holder.counts + holder.held + 1, 0);
@@ -147,14 +134,8 @@ class Together : public Meeting<Guest> {
       for (long k = 0; k < K; k++) {
         if (tokens.ids[n * K + k] < 0 || tokens.ids[n * K + k] >= held) continue;
         const float* term = home.terms + (n * K + k) * D;
-        if (!any) {
-          std::copy(term, term + D, sum);
-          any = true;
-          continue;
-        }
-        long d = 0;
-        for (; d + kLanes <= D; d += kLanes) store(sum + d, load(sum + d) + load(term + d));
-        for (; d < D; d++) sum[d] += term[d];
+        if (any) add_row(term, D, sum);
+        else std::copy(term, term + D, sum), any = true;
       }
       if (!any) std::fill(sum, sum + D, 0.0f);
     }
