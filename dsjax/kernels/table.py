@@ -35,56 +35,30 @@ class Implementation:
 TABLE = (
     Implementation("decode attention", "plain", None, "JAX, blocks of the context gathered from their pages"),
     Implementation("decode attention", "native", ("cpu",), "C++, absorbed MLA or DeepSeek-V4's, pages read in place"),
-    Implementation(
-        "decode attention", "pallas", ("gpu",), "Triton, absorbed MLA or DeepSeek-V4's, pages read in place"
-    ),
+    Implementation("decode attention", "pallas", ("gpu",), "Triton, absorbed MLA or DeepSeek-V4's, pages read in place"),
     Implementation("decode attention", "pallas", ("tpu",), "Mosaic, absorbed MLA, pages read in place"),
     Implementation("prefill attention", "plain", None, "JAX, blocks of the context gathered from their pages"),
     Implementation("prefill attention", "native", ("cpu",), "C++, keys and values expanded by block, or DeepSeek-V4's"),
-    Implementation(
-        "prefill attention", "pallas", ("gpu",), "Triton, absorbed MLA in causal tiles, or DeepSeek-V4's by query"
-    ),
+    Implementation("prefill attention", "pallas", ("gpu",), "Triton, absorbed MLA in causal tiles, or DeepSeek-V4's by query"),
     Implementation("prefill attention", "pallas", ("tpu",), "Mosaic, absorbed MLA, causal tiles"),
-    Implementation(
-        "index choice", "plain", None, "JAX, of sparse attention: scores by blocks, the highest by bisection"
-    ),
+    Implementation("index choice", "plain", None, "JAX, of sparse attention: scores by blocks, the highest by bisection"),
     Implementation("index choice", "native", ("cpu",), "C++, of sparse attention: index keys read in place"),
     Implementation("index choice", "pallas", ("gpu",), "Triton, index scores of sparse attention; the highest in JAX"),
     Implementation("index choice", "pallas", ("tpu",), "Mosaic, index scores of sparse attention; the highest in JAX"),
     Implementation("hyper-connections", "plain", None, "JAX, of DeepSeek-V4"),
     Implementation("hyper-connections", "native", ("cpu",), "C++, of DeepSeek-V4: each token by itself"),
     Implementation("router", "plain", None, "JAX: scores and the best experts of the best groups"),
-    Implementation(
-        "router", "native", ("cpu",), "C++, the choice among scores: greedy, group_limited_greedy, noaux_tc"
-    ),
+    Implementation("router", "native", ("cpu",), "C++, the choice among scores: greedy, group_limited_greedy, noaux_tc"),
     Implementation("experts", "plain", None, "JAX: tiles (CPU), einsum (accelerators)"),
-    Implementation(
-        "experts", "native", ("cpu",), "C++, float32, bfloat16, FP8, FP4 and INT4 weights widened in registers"
-    ),
-    Implementation(
-        "experts",
-        "pallas",
-        ("gpu",),
-        "Triton, sorted pairs, weights read from the stack; FP8 × FP8, or FP8, FP4 and INT4 widened",
-    ),
+    Implementation("experts", "native", ("cpu",), "C++, float32, bfloat16, FP8, FP4 and INT4 weights widened in registers"),
+    Implementation("experts", "pallas", ("gpu",),
+                   "Triton, sorted pairs, weights read from the stack; FP8 × FP8, or FP8, FP4 and INT4 widened"),
     Implementation("experts", "pallas", ("tpu",), "Mosaic, sorted pairs, bfloat16 or FP8 weights read from the stack"),
-    Implementation(
-        "other products", "plain", None, "JAX; FP8 weights dequantised first, or by blocks with FP8 activations"
-    ),
-    Implementation(
-        "other products",
-        "native",
-        ("cpu",),
-        "C++, read from the stack, each row by itself; norms too",
-    ),
-    Implementation(
-        "other products",
-        "pallas",
-        ("gpu",),
-        "Triton, a layer's matrices read from the stack; FP8 × FP8, or FP8 widened",
-    ),
+    Implementation("other products", "plain", None, "JAX; FP8 weights dequantised first, or by blocks with FP8 activations"),
+    Implementation("other products", "native", ("cpu",), "C++, read from the stack, each row by itself; norms too"),
+    Implementation("other products", "pallas", ("gpu",), "Triton, a layer's matrices read from the stack; FP8 × FP8, or FP8 widened"),
     Implementation("other products", "pallas", ("tpu",), "Mosaic, a layer's FP8 matrices read from the stack, widened"),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
