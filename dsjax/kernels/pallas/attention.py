@@ -105,17 +105,9 @@ def latent_attention(
     if filled is not None:
         arrays.append(filled.reshape(-1).astype(jnp.int8))
     kernel = partial(
-        _kernel,
-        heads=H,
-        widths=(M, O),
-        page_slots=G,
-        pages_of_layer=P,
-        pages=pages,
-        dtypes=(cache_dtype, jnp.bfloat16 if has_scales else cache_dtype),
-        scale=scale * math.log2(math.e),
-        positions=tiles.positions,
-        splits=splits,
-    )
+        _kernel, heads=H, widths=(M, O), page_slots=G, pages_of_layer=P, pages=pages, positions=tiles.positions, splits=splits,
+        dtypes=(cache_dtype, jnp.bfloat16 if has_scales else cache_dtype), scale=scale * math.log2(math.e),
+    )  # fmt: skip
     scalars = [array.astype(jnp.int32) for array in (jnp.reshape(layer, 1), start, length, tables)]
     stored_bytes = cache["latent"].dtype.itemsize
     cost = attention_cost(R, C, H, M, O, pages * G, q_latent.dtype, stored_bytes, tiles, splits)

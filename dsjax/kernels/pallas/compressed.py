@@ -68,18 +68,9 @@ def compressed_attention(
     scalars = [array.astype(jnp.int32) for array in scalars]
     holes = [] if filled is None else [filled.reshape(-1).astype(jnp.int8)]
     kernel = partial(
-        _kernel,
-        page_slots=tuple(pages.slots for pages in cached),
-        is_chosen=chosen is not None,
-        has_holes=filled is not None,
-        chunk=C,
-        width=M,
-        span=span,
-        scale=scale * math.log2(math.e),
-        stored=np.dtype(stored),
-        positions=tiles.positions,
-        splits=splits,
-    )
+        _kernel, page_slots=tuple(pages.slots for pages in cached), is_chosen=chosen is not None, has_holes=filled is not None, chunk=C,
+        width=M, span=span, scale=scale * math.log2(math.e), stored=np.dtype(stored), positions=tiles.positions, splits=splits,
+    )  # fmt: skip
     arrays = [*holes, *(pages.flat for pages in cached)]
     cost = compressed_cost(
         R, C, H, M, span, most, chosen is not None, query.dtype, window.dtype.itemsize, tiles, splits

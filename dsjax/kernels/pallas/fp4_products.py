@@ -53,18 +53,8 @@ def gate_up(
     arrays: ``weight [L, X, D/2, 2, F]``, ``scale [L, X, D/block, 2, F]`` and, if the format has it, ``global_scale [L, X, 2, 1]``.
     """
     return _product(
-        arrays,
-        form,
-        layer,
-        x_PD,
-        groups,
-        fused=True,
-        dtype=dtype,
-        powers=powers,
-        limit=limit,
-        interpret=interpret,
-        cores=cores,
-    )
+        arrays, form, layer, x_PD, groups, fused=True, dtype=dtype, powers=powers, limit=limit, interpret=interpret, cores=cores,
+    )  # fmt: skip
 
 
 def down(
@@ -114,18 +104,11 @@ def _product(
         blocks = fp8.num_scales(N)
         shapes = [jax.ShapeDtypeStruct((rows, blocks * BLOCK), fp8.E4M3), jax.ShapeDtypeStruct((rows, blocks), jnp.float32)]  # fmt: skip
     order = KernelOrder({"depth": tiles.depth, "rows": tiles.rows}, (ROWS, MESH))
+    kernel = partial(
+        _kernel, form=form, fused=fused, quantised=quantised, tiles=tiles, dtype=dtype, powers=powers, limit=limit, lanes=lanes
+    )  # fmt: skip
     out = pl.pallas_call(
-        partial(
-            _kernel,
-            form=form,
-            fused=fused,
-            quantised=quantised,
-            tiles=tiles,
-            dtype=dtype,
-            powers=powers,
-            limit=limit,
-            lanes=lanes,
-        ),
+        kernel,
         grid=(tiles.spread, pl.cdiv(N, tiles.columns), X),
         in_specs=[*map(whole_spec, inputs)],
         out_specs=[*map(whole_spec, shapes)],

@@ -149,7 +149,6 @@ def _kernel(
     sums_ref, peak_ref, total_ref, state_ref, arrived = refs
     row, tile = pl.program_id(0), pl.program_id(1)
     rows, positions, dtype = queries[0].shape[0], block_pages * page_slots, queries[0].dtype
-    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
     def seen_by(row, tile):
         """Return how many positions the last token of a tile sees; 0 if all its tokens are padding."""
@@ -211,12 +210,7 @@ def _kernel(
 
         each_copy(row, seen, block, place, lambda copy: copy.wait())
         context = [widened(buffer[place], cache_dtype, dtype) for buffer in buffers]
-        scores = sum(
-            lax.dot_general(
-                q[...], entries, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-            )
-            for q, entries in zip(queries, context, strict=True)
-        )
+        scores = sum(multiply(q[...], entries, transposed=True) for q, entries in zip(queries, context, strict=True))
         at = block * positions + lax.broadcasted_iota(jnp.int32, (1, positions), 1)
         visible = position >= at
         if held_ref is not None:
@@ -226,8 +220,7 @@ def _kernel(
         higher = jnp.maximum(peak, jnp.max(scores, axis=1, keepdims=True))
         weights = jnp.where(visible, jnp.exp2(scores - higher), 0.0)
         shrink = jnp.exp2(peak - higher)
-        product = jnp.dot(weights.astype(dtype), context[0], precision=precision, preferred_element_type=jnp.float32)
-        sums_ref[...] = sums_ref[...] * shrink + product
+        sums_ref[...] = sums_ref[...] * shrink + multiply(weights.astype(dtype), context[0])
         total = total_ref[:, :1] * shrink + jnp.sum(weights, axis=1, keepdims=True)
         total_ref[...] = jnp.broadcast_to(total, total_ref.shape)
         peak_ref[...] = jnp.broadcast_to(higher, peak_ref.shape)
@@ -236,6 +229,13 @@ def _kernel(
     out_ref[...] = (sums_ref[...] / jnp.where(total > 0, total, 1.0)).astype(out_ref.dtype)
     state_ref[0] = lax.rem(first_place + blocks, 2)
     state_ref[1] = ((blocks > 0) & (next_seen > 0)).astype(jnp.int32)
+
+
+def multiply(x: Array, y: Array, *, transposed: bool = False) -> Array:
+    """Inside a kernel: return ``x · y``, or ``x · yᵀ``, in float32. Operands of float32 are not rounded."""
+    across = (((1,), (1 if transposed else 0,)), ((), ()))
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(x, y, across, precision=precision, preferred_element_type=jnp.float32)
 
 
 def widened(values: Array, stored: np.dtype, dtype) -> Array:

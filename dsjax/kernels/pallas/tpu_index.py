@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dsjax.kernels.pallas import pl, pltpu
 from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype
 from dsjax.kernels.pallas.order import KernelOrder
-from dsjax.kernels.pallas.tpu_attention import LANES, MOST_TABLE_ENTRIES, widened
+from dsjax.kernels.pallas.tpu_attention import LANES, MOST_TABLE_ENTRIES, multiply, widened
 
 QUERIES, POSITIONS, SUBLANES = 8, 512, 8
 """Maximum queries and positions per program, and rows of a float32 register."""
@@ -50,13 +50,10 @@ def index_scores(
     """
     (R, C, I, A), G, pages = query.shape, cache["index"].shape[2], tables.shape[1]
     if R * pages > MOST_TABLE_ENTRIES and R > 1:
-        halves = [
-            index_scores(
-                query[at], weight[at], cache, key_dtype, layer, positions[at], tables[at], filled, interpret=interpret
-            )
-            for at in (slice(R // 2), slice(R // 2, R))
-        ]
-        return jnp.concatenate(halves)
+        half = lambda at: index_scores(  # noqa: E731
+            query[at], weight[at], cache, key_dtype, layer, positions[at], tables[at], filled, interpret=interpret
+        )
+        return jnp.concatenate([half(slice(R // 2)), half(slice(R // 2, R))])
     block_pages = max(1, min(POSITIONS // G, pages))
     block, end = block_pages * G, pages * G
     blocks = -(-pages // block_pages)
@@ -72,14 +69,8 @@ def index_scores(
         tables.astype(jnp.int32),
     ]
     kernel = partial(
-        _kernel,
-        grid=(R, tiles, blocks),
-        block_pages=block_pages,
-        page_slots=G,
-        tile=tile,
-        stored=np.dtype(key_dtype),
-        factor=A**-0.5,
-    )
+        _kernel, grid=(R, tiles, blocks), block_pages=block_pages, page_slots=G, tile=tile, stored=np.dtype(key_dtype), factor=A**-0.5
+    )  # fmt: skip
     of_tile = lambda width: pl.BlockSpec((None, None, rows, width), lambda r, t, b, *_: (r, t, 0, 0))  # noqa: E731
     cost = index_cost(R, C, I, A, end, query.dtype, np.dtype(key_dtype))
     order = KernelOrder({"depth": A, "terms": heads})  # fixed by the model: the same for every shape and mesh
@@ -149,14 +140,7 @@ def _kernel(
 
     @pl.when(used > 0)
     def _():
-        precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
-        products = lax.dot_general(
-            query_ref[...],
-            widened(buffers[place], stored, dtype),
-            (((1,), (1,)), ((), ())),
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
+        products = multiply(query_ref[...], widened(buffers[place], stored, dtype), transposed=True)
         weighed = jnp.maximum(products * factor, 0.0) * weight_ref[:, :1]
         out_ref[...] = jnp.sum(weighed.reshape(tile, -1, weighed.shape[-1]), axis=1)
 

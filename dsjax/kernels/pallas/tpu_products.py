@@ -28,6 +28,7 @@ from dsjax.kernels.gate import gated
 from dsjax.kernels.pallas import pl, pltpu
 from dsjax.kernels.pallas.cost import KernelCost, expected_tiles, hlo_dtype, power
 from dsjax.kernels.pallas.order import MESH, ROWS, KernelOrder
+from dsjax.kernels.pallas.tpu_attention import multiply, widened
 
 BLOCK = 128
 """Columns of a vector register."""
@@ -129,11 +130,7 @@ def takes_dense(weight: jax.ShapeDtypeStruct, scale: jax.ShapeDtypeStruct | None
 
 
 def dense(
-    stack: Stack,
-    layer: Int[Array, ""],
-    x: Float[Array, "T depth"],
-    *,
-    interpret: bool = False,
+    stack: Stack, layer: Int[Array, ""], x: Float[Array, "T depth"], *, interpret: bool = False
 ) -> Float[Array, "T *n"]:
     """Return ``x · weight[layer]`` in the dtype of ``x``.
 
@@ -158,16 +155,8 @@ def dense(
 
 
 def _product(
-    stack: Stack,
-    layer,
-    x,
-    pairs: TiledPairs,
-    mean_load,
-    tiles: TpuProductTiles,
-    interpret: bool,
-    own_dtype=False,
-    limit=None,
-):
+    stack: Stack, layer, x, pairs: TiledPairs, mean_load, tiles: TpuProductTiles, interpret: bool, own_dtype=False, limit=None
+):  # fmt: skip
     """own_dtype: for a dense matrix: results have the dtype of ``x``, and all rows are in use."""
     weight = stack.weight
     depth, columns, fused = weight.shape[2], weight.shape[-1], weight.ndim == 5
@@ -204,10 +193,13 @@ def _product(
         ]
 
     out_dtype = x.dtype if fused or own_dtype else jnp.float32
-    if own_dtype:
-        cost = _dense_cost(x, weight, across)
-    else:
-        cost = _cost(x, weight, mean_load, tiles, across, np.dtype(out_dtype).itemsize)
+    # A dense matrix is read once for all rows. Of routed experts, under even routing, those with a pair are, or each once per tile of it.
+    rows, matrices, X = x.shape[0], 1, weight.shape[1]
+    if not own_dtype:
+        begun = X * expected_tiles(mean_load, tiles.rows)
+        rows, matrices = begun * tiles.rows, begun if tiles.rows_first else X * (1 - np.exp(-mean_load))
+    copies = 1 if tiles.rows_first else across  # of each row
+    cost = _cost(x, weight, rows, matrices, copies, np.dtype(out_dtype).itemsize, assumed=not own_dtype)
     order = KernelOrder({"depth": depth, "rows": tiles.rows}, (ROWS, MESH))
     return pl.pallas_call(
         partial(kernel, tiles=tiles, weight_dtype=np.dtype(stack.dtype)),
@@ -239,11 +231,6 @@ def _column_scales(stack: Stack, layer: Int[Array, ""]) -> Array:
     return jnp.repeat(scale, BLOCK, axis=-1)
 
 
-def _multiply(x: Array, weight: Array) -> Array:
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return jnp.dot(x, weight.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
-
-
 def _gate_up(layer_ref, expert_ref, use_ref, x_ref, weight_ref, out_ref, *, tiles, weight_dtype, limit):
     depth, width = weight_ref.shape[2], weight_ref.shape[-1]
     registers = width // BLOCK
@@ -257,7 +244,9 @@ def _gate_up(layer_ref, expert_ref, use_ref, x_ref, weight_ref, out_ref, *, tile
             words = words_ref[pl.ds(register, depth, stride=registers), :]
             halves = (words << 16, words & jnp.uint32(0xFFFF0000))
             # The upper 16 bits of a float32 number are the bfloat16 number of the same value.
-            gate, up = (_multiply(x_ref[...], lax.bitcast_convert_type(half, jnp.float32)) for half in halves)
+            gate, up = (
+                multiply(x_ref[...], lax.bitcast_convert_type(half, jnp.float32).astype(x_ref.dtype)) for half in halves
+            )
             at = pl.ds(pl.multiple_of(register * BLOCK, BLOCK), BLOCK)
             out_ref[:, at] = gated(gate, up, limit).astype(out_ref.dtype)
 
@@ -271,44 +260,29 @@ def _fp8(layer_ref, expert_ref, use_ref, x_ref, weight_ref, scale_ref, out_ref, 
             products = []
             for which in ((0,), (1,)) if fused else ((),):
                 weight, scale = weight_ref[(0, 0, *which, slice(None), at)], scale_ref[(0, *which, slice(None), at)]
-                products.append(_multiply(x_ref[...], _widened(weight, scale, weight_dtype, x_ref.dtype)))
+                products.append(multiply(x_ref[...], _widened(weight, scale, weight_dtype, x_ref.dtype)))
             out = gated(*products, limit) if fused else products[0]
             out_ref[:, at] = out.astype(out_ref.dtype)
 
 
 def _widened(weight: Array, scale: Array, stored: np.dtype, dtype) -> Array:
     """Return FP8 weights ``[depth, 128]`` times their scales ``[depth ÷ 128, 128]``, as ``dequantise`` does."""
-    values = weight if weight.dtype == stored else lax.bitcast_convert_type(weight, stored)
     scales = jnp.broadcast_to(scale[:, None, :], (scale.shape[0], BLOCK, BLOCK)).reshape(weight.shape)
-    return (values.astype(jnp.float32) * scales).astype(dtype)
+    return (widened(weight, stored, jnp.float32) * scales).astype(dtype)
 
 
 def _down(layer_ref, expert_ref, use_ref, x_ref, weight_ref, out_ref, *, tiles, weight_dtype):
     @pl.when(pl.program_id(0 if tiles.rows_first else 1) < use_ref[0])
     def _():
-        values = weight_ref[0, 0]
-        values = values if values.dtype == weight_dtype else lax.bitcast_convert_type(values, weight_dtype)
-        out_ref[...] = _multiply(x_ref[...], values).astype(out_ref.dtype)
+        out_ref[...] = multiply(x_ref[...], widened(weight_ref[0, 0], weight_dtype, x_ref.dtype)).astype(out_ref.dtype)
 
 
-def _cost(x: Array, weight: Array, mean_load: float, tiles: TpuProductTiles, across: int, out_bytes: int) -> KernelCost:
-    """Return the cost under even routing: all rows of started tiles; weights once per expert with a pair, or once per tile of it."""
-    X, size = weight.shape[1], math.prod(weight.shape[2:])
-    begun = X * expected_tiles(mean_load, tiles.rows)
-    rows = begun * tiles.rows
-    experts = begun if tiles.rows_first else X * (1 - np.exp(-mean_load))
-    moved = experts * size * (weight.dtype.itemsize + (4 / BLOCK if weight.dtype.itemsize == 1 else 0))
-    moved += rows * x.shape[1] * x.dtype.itemsize * (1 if tiles.rows_first else across)
+def _cost(
+    x: Array, weight: Array, rows: float, matrices: float, copies: int, out_bytes: int, assumed: bool
+) -> KernelCost:
+    """Return the cost of so many rows, each copied ``copies`` times, and of reading so many matrices with their FP8 scales."""
+    size, stored = math.prod(weight.shape[2:]), weight.dtype.itemsize
+    moved = matrices * size * (stored + (4 / BLOCK if stored == 1 else 0))
+    moved += rows * x.shape[1] * x.dtype.itemsize * copies
     moved += rows * weight.shape[-1] * out_bytes
-    return KernelCost(2.0 * rows * size, moved, hlo_dtype(x.dtype), assumed=True)
-
-
-def _dense_cost(x: Array, weight: Array, across: int) -> KernelCost:
-    """Return the cost of one matrix ``[depth, columns]``: its weights and FP8 scales once, the rows once per block of columns."""
-    size, itemsize, stored = math.prod(weight.shape[2:]), x.dtype.itemsize, weight.dtype.itemsize
-    moved = (
-        size * (stored + (4 / BLOCK if stored == 1 else 0))
-        + x.size * itemsize * across
-        + x.shape[0] * weight.shape[-1] * itemsize
-    )
-    return KernelCost(2.0 * x.shape[0] * size, moved, hlo_dtype(x.dtype))
+    return KernelCost(2.0 * rows * size, moved, hlo_dtype(x.dtype), assumed=assumed)
