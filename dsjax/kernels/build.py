@@ -93,13 +93,8 @@ def _find_or_build(folder: Path) -> BuiltLibrary:
     if folder.is_dir() and (reason := _make_ours(folder)):
         return BuiltLibrary(None, f"native kernels are not loaded: {reason}")
     if command is None or version is None:  # accept a library of any compiler
-        tried = [_use(path) for path in kept_libraries(folder)]
-        if command is None:
-            tried.append(BuiltLibrary(None, _NO_COMPILER))
-        else:
-            tried.append(
-                BuiltLibrary(None, f"the compiler {' '.join(command)} did not tell its version in {VERSION_SECONDS} s")
-            )
+        silent = f"the compiler {' '.join(command or ())} did not tell its version in {VERSION_SECONDS} s"
+        tried = [*map(_use, kept_libraries(folder)), BuiltLibrary(None, silent if command else _NO_COMPILER)]
         return next((library for library in tried if library.path), tried[0])
     path = folder / f"{source_version()}-{machine()}-{_digest(version)}.so"
     if not _is_ours(path):
@@ -147,29 +142,24 @@ def _alone(path: Path) -> Iterator[None]:
     Continue without it if locking is impossible or the lock is held for longer than a build can take. Then two processes may build the
     same library, and each replaces the other's by an equal one.
     """
-    descriptor = _lock(path)
+    # Not beside the library, so that a folder where nothing can be built stays untouched.
+    user = os.getuid() if hasattr(os, "getuid") else None
+    name = f"dsjax-{user}-{hashlib.sha256(str(path).encode()).hexdigest()[:16]}.lock"
+    descriptor, deadline = None, time.monotonic() + COMPILE_SECONDS + TRY_SECONDS
+    while descriptor is None and user is not None:
+        try:
+            descriptor = try_lock(Path(tempfile.gettempdir(), name))
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        except OSError:
+            break
     try:
         yield
     finally:
         if descriptor is not None:
             os.close(descriptor)
-
-
-def _lock(path: Path) -> int | None:
-    if not hasattr(os, "getuid"):
-        return None
-    # Not beside the library, so that a folder where nothing can be built stays untouched.
-    name = f"dsjax-{os.getuid()}-{hashlib.sha256(str(path).encode()).hexdigest()[:16]}.lock"
-    deadline = time.monotonic() + COMPILE_SECONDS + TRY_SECONDS
-    while True:
-        try:
-            return try_lock(Path(tempfile.gettempdir(), name))
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(0.1)
-        except OSError:
-            return None
 
 
 def find_prebuilt(folder: Path) -> BuiltLibrary:
