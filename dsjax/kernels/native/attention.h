@@ -222,7 +222,7 @@ struct Attention : ByBlocks {
 // In latent space, all heads against the one latent they share: for decodes, and a few tokens more (speculation).
 // W^UK goes into the queries first and W^UV onto the results last, each head's matrix once for all rows.
 struct AbsorbedAttention : Attention {
-  size_t scratch_bytes() const { return layout(nullptr).total; }
+  size_t scratch_bytes() const { return layout(nullptr).scratch.bytes(); }
 
   void run(char* scratch, const Schedule& schedule) const {
     const Layout at = layout(scratch);
@@ -243,17 +243,34 @@ struct AbsorbedAttention : Attention {
   }
 
  private:
-  struct Layout {
-    float *q_latent, *heads;  // [R, C, H, M] each
-    char* own;
-    size_t own_bytes, total;
-  };
-  struct Own {  // a worker's
-    float *query, *copy, *scores, *rows, *block, *maximum, *total;
-    const float **latent, **rope, **a, **c;
-    size_t bytes;
-  };
   static constexpr long kMostLanes = whole_vectors(kItemQueries);
+
+  struct Own {  // a worker's working memory
+    const AbsorbedAttention& of;
+    Scratch scratch;
+    long most = std::max({of.R * of.C, kItemQueries, kBlock});
+    float* query = scratch.take<float>((of.M + of.O) * kMostLanes);
+    float* copy = scratch.take<float>(of.cache.bytes == 4 ? 0 : (of.M + of.O) * kBlock);
+    float* scores = scratch.take<float>(kMostLanes * kBlock);
+    float* maximum = scratch.take<float>(kMostLanes);
+    float* total = scratch.take<float>(kMostLanes);
+    float* rows = scratch.take<float>(of.N * kBlock);
+    float* block = scratch.take<float>(std::max(of.N, of.U) * kBlock);
+    const float** latent = scratch.take<const float*>(kBlock);
+    const float** rope = scratch.take<const float*>(kBlock);
+    const float** a = scratch.take<const float*>(most);
+    const float** c = scratch.take<const float*>(most);
+  };
+  struct Layout {
+    const AbsorbedAttention& of;
+    Scratch scratch;
+    float* q_latent = scratch.take<float>(of.R * of.C * of.H * of.M);
+    float* heads = scratch.take<float>(of.R * of.C * of.H * of.M);
+    size_t own_bytes = of.own(nullptr).scratch.bytes();
+    char* own = scratch.take<char>(own_bytes * std::max(of.threads, 1));
+  };
+  Own own(char* base) const { return {*this, Scratch(base)}; }
+  Layout layout(char* base) const { return {*this, Scratch(base)}; }
 
   // Multiply-adds of a call.
   long work() const {
@@ -268,35 +285,6 @@ struct AbsorbedAttention : Attention {
   long items_of_a_row(int workers) const {
     const long least = (C * H + kItemQueries - 1) / kItemQueries, wanted = (2 * workers + R - 1) / R;
     return workers > 1 ? std::max(least, std::min(wanted, (C * H + 3) / 4)) : least;
-  }
-
-  Own own(char* base) const {
-    Own o;
-    Scratch scratch(base);
-    o.query = scratch.take<float>((M + O) * kMostLanes);
-    o.copy = scratch.take<float>(cache.bytes == 4 ? 0 : (M + O) * kBlock);
-    o.scores = scratch.take<float>(kMostLanes * kBlock);
-    o.maximum = scratch.take<float>(kMostLanes);
-    o.total = scratch.take<float>(kMostLanes);
-    o.rows = scratch.take<float>(N * kBlock);
-    o.block = scratch.take<float>(std::max(N, U) * kBlock);
-    o.latent = scratch.take<const float*>(kBlock);
-    o.rope = scratch.take<const float*>(kBlock);
-    o.a = scratch.take<const float*>(std::max({R * C, kItemQueries, kBlock}));
-    o.c = scratch.take<const float*>(std::max({R * C, kItemQueries, kBlock}));
-    o.bytes = scratch.bytes();
-    return o;
-  }
-
-  Layout layout(char* base) const {
-    Layout at;
-    Scratch scratch(base);
-    at.q_latent = scratch.take<float>(R * C * H * M);
-    at.heads = scratch.take<float>(R * C * H * M);
-    at.own_bytes = own(nullptr).bytes;
-    at.own = scratch.take<char>(at.own_bytes * std::max(threads, 1));
-    at.total = scratch.bytes();
-    return at;
   }
 
   // The queries that are no padding, as pointers `apart` elements from one head to the next.
@@ -461,46 +449,38 @@ struct AbsorbedAttention : Attention {
 
 // With keys and values of each head, expanded from the latents a block at a time: for the many queries of a prompt.
 struct ExpandedAttention : Attention {
-  size_t scratch_bytes() const { return own(nullptr).bytes * std::max(threads, 1); }
+  size_t scratch_bytes() const { return own(nullptr).scratch.bytes() * std::max(threads, 1); }
 
   void run(char* scratch, const Schedule& schedule) const {
     for (long r = 0; r < R; r++)
       std::fill(out + (r * C + queries(r)) * H * U, out + (r + 1) * C * H * U, 0.0f);
-    const size_t bytes = own(nullptr).bytes;
+    const size_t bytes = own(nullptr).scratch.bytes();
     Phases::run(
         1, [&](int) { return R * H; },
         [&](int, long item, int worker) { attend(item / H, item % H, own(scratch + bytes * worker)); }, threads, schedule);
   }
 
  private:
-  struct Own {
-    float *query, *up, *context, *copy, *keys, *values, *scores, *maximum, *total;
-    const float **latent, **rope, **rows, **from;
-    float **to, **results;
-    size_t bytes;
+  struct Own {  // a worker's working memory
+    const ExpandedAttention& of;
+    Scratch scratch;
+    float* query = scratch.take<float>(of.C * (of.N + of.O));
+    float* up = scratch.take<float>(of.M * (of.N + of.U));
+    float* context = scratch.take<float>(of.M * kBlock);
+    float* copy = scratch.take<float>(of.cache.bytes == 4 ? 0 : (of.M + of.O) * kBlock);
+    float* keys = scratch.take<float>((of.N + of.O) * kBlock);
+    float* values = scratch.take<float>(of.U * kBlock);
+    float* scores = scratch.take<float>(kItemQueries * kBlock);
+    float* maximum = scratch.take<float>(of.C + kLanes);
+    float* total = scratch.take<float>(of.C + kLanes);
+    const float** latent = scratch.take<const float*>(kBlock);
+    const float** rope = scratch.take<const float*>(kBlock);
+    const float** rows = scratch.take<const float*>(kItemQueries);
+    float** results = scratch.take<float*>(kItemQueries);
+    const float** from = scratch.take<const float*>(std::max(of.N, kBlock));
+    float** to = scratch.take<float*>(std::max(of.N, kBlock));
   };
-
-  Own own(char* base) const {
-    Own o;
-    Scratch scratch(base);
-    o.query = scratch.take<float>(C * (N + O));
-    o.up = scratch.take<float>(M * (N + U));
-    o.context = scratch.take<float>(M * kBlock);
-    o.copy = scratch.take<float>(cache.bytes == 4 ? 0 : (M + O) * kBlock);
-    o.keys = scratch.take<float>((N + O) * kBlock);
-    o.values = scratch.take<float>(U * kBlock);
-    o.scores = scratch.take<float>(kItemQueries * kBlock);
-    o.maximum = scratch.take<float>(C + kLanes);
-    o.total = scratch.take<float>(C + kLanes);
-    o.latent = scratch.take<const float*>(kBlock);
-    o.rope = scratch.take<const float*>(kBlock);
-    o.rows = scratch.take<const float*>(kItemQueries);
-    o.results = scratch.take<float*>(kItemQueries);
-    o.from = scratch.take<const float*>(std::max(N, kBlock));
-    o.to = scratch.take<float*>(std::max(N, kBlock));
-    o.bytes = scratch.bytes();
-    return o;
-  }
+  Own own(char* base) const { return {*this, Scratch(base)}; }
 
   // Keys [N + O, kBlock] and values [kBlock, U] of one head and block.
   void expand(const Own& o, long block, long rounded) const {

@@ -52,11 +52,11 @@ struct CompressedAttention : ByBlocks {
   float* out;  // [R, C, H, M]
   int threads;
 
-  size_t scratch_bytes() const { return own(nullptr).bytes * std::max(threads, 1); }
+  size_t scratch_bytes() const { return own(nullptr).scratch.bytes() * std::max(threads, 1); }
 
   void run(char* scratch, const Schedule& schedule) const {
     const long parts = (H + kItemQueries - 1) / kItemQueries;
-    const size_t bytes = own(nullptr).bytes;
+    const size_t bytes = own(nullptr).scratch.bytes();
     Phases::run(
         1, [&](int) { return R * C * parts; },
         [&](int, long item, int worker) {
@@ -67,28 +67,20 @@ struct CompressedAttention : ByBlocks {
   }
 
  private:
-  struct Own {  // a worker's
-    float *query, *scores, *maximum, *total, *copies;
-    const float **context, **weights;
-    float** results;
-    size_t bytes;
+  struct Own {  // a worker's working memory
+    const CompressedAttention& of;
+    Scratch scratch;
+    long lanes = whole_vectors(std::min(of.H, kItemQueries)), most = std::max(lanes, kBlock);
+    float* query = scratch.take<float>(of.M * lanes);
+    float* scores = scratch.take<float>(kBlock * lanes);
+    float* maximum = scratch.take<float>(lanes);
+    float* total = scratch.take<float>(lanes);
+    float* copies = scratch.take<float>(of.window.rotated ? kBlock * of.M : 0);
+    const float** context = scratch.take<const float*>(kBlock);
+    const float** weights = scratch.take<const float*>(most);
+    float** results = scratch.take<float*>(most);
   };
-
-  Own own(char* base) const {
-    const long lanes = whole_vectors(std::min(H, kItemQueries));
-    Own o;
-    Scratch scratch(base);
-    o.query = scratch.take<float>(M * lanes);
-    o.scores = scratch.take<float>(kBlock * lanes);
-    o.maximum = scratch.take<float>(lanes);
-    o.total = scratch.take<float>(lanes);
-    o.copies = scratch.take<float>(window.rotated ? kBlock * M : 0);
-    o.context = scratch.take<const float*>(kBlock);
-    o.weights = scratch.take<const float*>(std::max(lanes, kBlock));
-    o.results = scratch.take<float*>(std::max(lanes, kBlock));
-    o.bytes = scratch.bytes();
-    return o;
-  }
+  Own own(char* base) const { return {*this, Scratch(base)}; }
 
   // A query's heads [first, first + heads), which lie side by side in vectors: nothing is summed or compared across a vector.
   void attend(long item, long first, long heads, const Own& o) const {

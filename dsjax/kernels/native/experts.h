@@ -18,6 +18,19 @@ constexpr long kRoundPairs = 4096;  // (row, expert) pairs whose hidden values a
 // What hidden values are rounded to before they are multiplied with an expert's second matrix.
 enum class Hidden : int64_t { float32 = 0, fp8 = 1, nvfp4 = 2 };
 
+// to = the sum of the terms that there are of K, each of so many values: added in their order, or zero. term(k): null for none.
+template <class Term>
+void add_in_order(long K, const Term& term, long count, float* to) {
+  bool any = false;
+  for (long k = 0; k < K; k++) {
+    const float* own = term(k);
+    if (!own) continue;
+    if (any) add_row(own, count, to);
+    else std::copy(own, own + count, to), any = true;
+  }
+  if (!any) std::fill(to, to + count, 0.0f);
+}
+
 struct Experts {
   // Weights: gate and up [layers, X, D, 2, F], down [layers, X, F, D]; `bytes` of an element: 4 float32, 2 bfloat16, 1 FP8 with
   // scales [layers, X, D/128, 2, F/128] and [layers, X, F/128, D/128].
@@ -53,7 +66,7 @@ struct Experts {
   float* const* out_at = nullptr;
 
   // Bytes of working memory that `run` needs, aligned to 64.
-  size_t scratch_bytes() const { return layout(nullptr).total; }
+  size_t scratch_bytes() const { return layout(nullptr).scratch.bytes(); }
 
   void run(char* scratch, const Schedule& schedule) const {
     const Layout at = layout(scratch);
@@ -85,17 +98,22 @@ struct Experts {
     long row, chunk, pair;
   };
   struct Layout {
-    int32_t* start;   // [X + 2]: of a round's pairs, where each expert's are
-    int32_t* row;     // [P] by round, expert, row
-    float* weight;    // [P]
-    int32_t* choice;  // [P]: which of its row's K choices a pair is
-    int32_t* place;   // [N, K]: where a choice's pair stands, -1 for none
-    Chunk* chunk;
-    Round* round;
-    float* hidden;  // [pairs of a round, F]
-    char* own;      // of each worker: gate and up [kChunkRows, 2F] or terms [pairs of a round, strip], and what products need
-    size_t own_bytes, total;
+    const Experts& of;
+    Scratch scratch;
+    int32_t* start = scratch.take<int32_t>(of.X + 2);       // of a round's pairs, where each expert's are
+    int32_t* row = scratch.take<int32_t>(of.pairs());       // by round, expert, row
+    float* weight = scratch.take<float>(of.pairs());
+    int32_t* choice = scratch.take<int32_t>(of.pairs());    // which of its row's K choices a pair is
+    int32_t* place = scratch.take<int32_t>(of.pairs());     // [N, K]: where a choice's pair stands, -1 for none
+    Chunk* chunk = scratch.take<Chunk>(of.rounds() * std::min(of.X, of.pairs_of_a_round()) + of.pairs() / kChunkRows + 1);
+    Round* round = scratch.take<Round>(of.rounds() + 1);
+    float* hidden = scratch.take<float>(of.pairs_of_a_round() * of.F);
+    // Of each worker: gate and up [kChunkRows, 2F] or terms [pairs of a round, strip], and what products need.
+    long own_floats = std::max(kChunkRows * 2 * of.F, of.sums_apart() ? of.pairs_of_a_round() * of.strip() : 0);
+    size_t own_bytes = sizeof(float) * ((own_floats + 15) / 16 * 16 + product_floats());
+    char* own = scratch.take<char>(own_bytes * std::max(of.threads, 1));
   };
+  Layout layout(char* base) const { return {*this, Scratch(base)}; }
 
   long pairs() const { return N * K; }
   long rows_of_a_round() const { return std::max<long>(1, kRoundPairs / std::max<long>(1, K)); }
@@ -121,24 +139,6 @@ struct Experts {
   }
   bool by_panels(long stride) const { return stride * bytes > 2048; }
   bool sums_apart() const { return !apart && K > 1; }
-
-  Layout layout(char* base) const {
-    Layout at;
-    Scratch scratch(base);
-    at.start = scratch.take<int32_t>(X + 2);
-    at.row = scratch.take<int32_t>(pairs());
-    at.weight = scratch.take<float>(pairs());
-    at.choice = scratch.take<int32_t>(pairs());
-    at.place = scratch.take<int32_t>(pairs());
-    at.chunk = scratch.take<Chunk>(rounds() * std::min(X, pairs_of_a_round()) + pairs() / kChunkRows + 1);
-    at.round = scratch.take<Round>(rounds() + 1);
-    at.hidden = scratch.take<float>(pairs_of_a_round() * F);
-    const long own = std::max(kChunkRows * 2 * F, sums_apart() ? pairs_of_a_round() * strip() : 0);
-    at.own_bytes = sizeof(float) * ((own + 15) / 16 * 16 + product_floats());
-    at.own = scratch.take<char>(at.own_bytes * std::max(threads, 1));
-    at.total = scratch.bytes();
-    return at;
-  }
 
   // The pairs by round, expert and row, and cut into chunks of one expert. Returns the number of rounds that have any.
   int sort_pairs(const Layout& at) const {
@@ -239,24 +239,14 @@ struct Experts {
     }
     for (long n = first.row; n < last.row; n++) {
       float* row = own_out(n, 0);
-      if (!sums_apart()) {
-        for (long k = 0; k < K; k++)
-          if (at.place[n * K + k] < 0) std::fill(row + k * D + from, row + k * D + to, 0.0f);
+      const int32_t* place = at.place + n * K;
+      if (sums_apart()) {
+        const auto term = [&](long k) { return place[k] < 0 ? nullptr : terms + (place[k] - first.pair) * strip(); };
+        add_in_order(K, term, to - from, row + from);
         continue;
       }
-      long k = 0;
-      while (k < K && at.place[n * K + k] < 0) k++;
-      if (k == K) {
-        std::fill(row + from, row + to, 0.0f);
-        continue;
-      }
-      const float* term = terms + (at.place[n * K + k] - first.pair) * strip();
-      std::copy(term, term + (to - from), row + from);
-      for (k++; k < K; k++) {
-        if (at.place[n * K + k] < 0) continue;
-        term = terms + (at.place[n * K + k] - first.pair) * strip();
-        add_row(term, to - from, row + from);
-      }
+      for (long k = 0; k < K; k++)
+        if (place[k] < 0) std::fill(row + k * D + from, row + k * D + to, 0.0f);
     }
   }
 

@@ -133,31 +133,34 @@ struct Setting {
   XLA_FFI_Scalar scalar{type, &bytes};
 };
 
-// Memory of exactly an array's size, so that a byte more is found.
-struct Memory {
-  std::vector<char> bytes;
-  XLA_FFI_Buffer buffer;
+// Arrays in memory of exactly their sizes, so that a byte more is found.
+struct Arrays {
+  std::vector<XLA_FFI_Buffer> buffers;
+  std::vector<std::vector<char>> bytes;
+  std::vector<void*> pointers;
 
-  explicit Memory(Shape& shape)
-      : buffer{XLA_FFI_Buffer_STRUCT_SIZE, nullptr, shape.type, nullptr, static_cast<int64_t>(shape.lengths.size()), shape.lengths.data()} {
-    bytes.resize(Array(&buffer).size());
-    buffer.data = bytes.data();
+  explicit Arrays(std::vector<Shape>& shapes) : buffers(shapes.size()) {
+    for (size_t i = 0; i < shapes.size(); i++) {
+      auto& lengths = shapes[i].lengths;
+      buffers[i] = {XLA_FFI_Buffer_STRUCT_SIZE, nullptr, shapes[i].type, nullptr, static_cast<int64_t>(lengths.size()), lengths.data()};
+      buffers[i].data = bytes.emplace_back(Array(&buffers[i]).size()).data();
+      pointers.push_back(&buffers[i]);
+    }
   }
 };
 
 struct Device {
-  XLA_FFI_CallFrame frame;
-  XLA_FFI_ExecutionContext context;
-  std::vector<std::unique_ptr<Memory>> arrays, results;
-  std::vector<std::vector<char>> given;
-  std::vector<void*> arguments, returned;
+  Arrays arrays, results;
+  std::vector<std::vector<char>> given = arrays.bytes;
   long left;
+  XLA_FFI_ExecutionContext context;
+  XLA_FFI_CallFrame frame{};
 
   // Makes the calls that are left. Before each the arrays are made anew, where those of the call before were, and results are full of NaN.
   void go_on(XLA_FFI_Handler* handler) {
     if (left-- == 0) return;
-    for (size_t i = 0; i < given.size(); i++) std::copy(given[i].begin(), given[i].end(), arrays[i]->bytes.begin());
-    for (auto& result : results) std::fill(result->bytes.begin(), result->bytes.end(), static_cast<char>(0xff));
+    for (size_t i = 0; i < given.size(); i++) std::copy(given[i].begin(), given[i].end(), arrays.bytes[i].begin());
+    for (auto& result : results.bytes) std::fill(result.begin(), result.end(), static_cast<char>(0xff));
     frame.future = nullptr;
     if (XLA_FFI_Error* error = handler(&frame)) fail(error);
     auto next = [this, handler] { go_on(handler); };
@@ -188,28 +191,20 @@ int main() {
   for (Setting& setting : settings) names.push_back(&setting.span), values.push_back(&setting.scalar);
   const XLA_FFI_Api api = stand_in();
   Threads threads;
-  std::vector<Device> devices(programs * ranks);
-  for (size_t number = 0; number < devices.size(); number++) {
-    Device& device = devices[number];
-    for (Shape& shape : arrays) {
-      device.arrays.push_back(std::make_unique<Memory>(shape));
-      device.given.push_back(device.arrays.back()->bytes);
-      if (!std::cin.read(device.given.back().data(), device.given.back().size())) std::exit(3);
-      device.arguments.push_back(&device.arrays.back()->buffer);
-    }
-    for (Shape& shape : results) {
-      device.results.push_back(std::make_unique<Memory>(shape));
-      device.returned.push_back(&device.results.back()->buffer);
-    }
-    device.left = times, device.context = {threads.schedule(), static_cast<int64_t>(number) / ranks};
+  std::list<Device> devices;
+  for (long number = 0; number < programs * ranks; number++) {
+    Device& device = devices.emplace_back(Device{Arrays(arrays), Arrays(results)});
+    for (auto& bytes : device.given)
+      if (!std::cin.read(bytes.data(), bytes.size())) std::exit(3);
+    device.left = times, device.context = {threads.schedule(), number / ranks};
     device.frame = {XLA_FFI_CallFrame_STRUCT_SIZE, nullptr, &api, &device.context, XLA_FFI_ExecutionStage_EXECUTE};
-    device.frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(arrays.size()), argument_types.data(), device.arguments.data()};
-    device.frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(results.size()), result_types.data(), device.returned.data()};
+    device.frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(arrays.size()), argument_types.data(), device.arrays.pointers.data()};
+    device.frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(results.size()), result_types.data(), device.results.pointers.data()};
     device.frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, static_cast<int64_t>(settings.size()), setting_types.data(), names.data(), values.data()};
   }
   for (Device& device : devices) threads.schedule()([&device, handler] { device.go_on(handler); });
   threads.join();
   for (Device& device : devices)
-    for (size_t i = 0; i + 1 < results.size(); i++) std::cout.write(device.results[i]->bytes.data(), device.results[i]->bytes.size());
+    for (size_t i = 0; i + 1 < results.size(); i++) std::cout.write(device.results.bytes[i].data(), device.results.bytes[i].size());
   return 0;
 }

@@ -30,7 +30,7 @@ struct IndexChoice {
   static constexpr long kIndexScaled = 128, kPackedScaled = 32;
   static constexpr long kPart = 512;  // positions that a thread scores at once
 
-  size_t scratch_bytes() const { return layout(nullptr).total; }
+  size_t scratch_bytes() const { return layout(nullptr).scratch.bytes(); }
 
   void run(char* scratch, const Schedule& schedule) const {
     const Layout at = layout(scratch);
@@ -48,24 +48,17 @@ struct IndexChoice {
   static constexpr long kRows = 4;  // positions whose products are in registers together, with two vectors of heads each
 
   struct Layout {
-    float* scores;  // [R, C, S]
-    char* own;
-    size_t own_bytes, total;
+    const IndexChoice& of;
+    Scratch scratch;
+    float* scores = scratch.take<float>(of.R * of.C * of.S());
+    // Of each worker: queries with heads side by side, their weights, and a few keys widened.
+    size_t own_bytes = (4 * ((of.A + 1) * of.lanes() + kRows * of.A) + 63) / 64 * 64;
+    char* own = scratch.take<char>(own_bytes * std::max(of.threads, 1));
   };
+  Layout layout(char* base) const { return {*this, Scratch(base)}; }
 
   long S() const { return Pr * G; }
   long lanes() const { return (I + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes); }
-
-  Layout layout(char* base) const {
-    Layout at;
-    Scratch scratch(base);
-    at.scores = scratch.take<float>(R * C * S());
-    // Queries with heads side by side, their weights, and a few keys widened.
-    at.own_bytes = (4 * ((A + 1) * lanes() + kRows * A) + 63) / 64 * 64;
-    at.own = scratch.take<char>(at.own_bytes * std::max(threads, 1));
-    at.total = scratch.bytes();
-    return at;
-  }
 
   long seen(long item) const { return std::clamp<long>(positions[item] + 1l, 1, S()); }
 

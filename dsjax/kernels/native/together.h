@@ -129,15 +129,11 @@ class Together : public Meeting<Guest> {
     const Experts& tokens = home.experts;
     const long K = tokens.K, D = tokens.D, held = ranks_ * home.held;
     for (long n = 0; n < tokens.N; n++) {
-      float* sum = home.out + n * D;
-      bool any = false;
-      for (long k = 0; k < K; k++) {
-        if (tokens.ids[n * K + k] < 0 || tokens.ids[n * K + k] >= held) continue;
-        const float* term = home.terms + (n * K + k) * D;
-        if (any) add_row(term, D, sum);
-        else std::copy(term, term + D, sum), any = true;
-      }
-      if (!any) std::fill(sum, sum + D, 0.0f);
+      const auto term = [&](long k) {
+        const int32_t id = tokens.ids[n * K + k];
+        return 0 <= id && id < held ? home.terms + (n * K + k) * D : nullptr;
+      };
+      add_in_order(K, term, D, home.out + n * D);
     }
   }
 };
