@@ -497,8 +497,6 @@ struct ExpandedAttention : Attention {
     product(block, o.latent, 1, up_value, 0, U, M, to, Sums::replace);
   }
 
-  long words() const { return (Pr * cache.G + 31) / 32; }
-
   // Scores of a block's first `seen` positions that were not chosen.
   static void leave_out(const uint32_t* word, long seen, float* scores) {
     for (long i = 0; i < seen; i++)
@@ -551,7 +549,7 @@ struct ExpandedAttention : Attention {
         for (long q = 0; q < count; q++) {
           for (long h = 0; h < holes_here; h++)
             if (hole[h] != start[row] + first + q - s) scores[q][hole[h]] = kUnseen;
-          if (chosen) leave_out(chosen + (row * C + first + q) * words() + s / 32, seen[q], scores[q]);
+          if (chosen) leave_out(chosen + (row * C + first + q) * ((Pr * cache.G + 31) / 32) + s / 32, seen[q], scores[q]);
         }
         for (long q = 0; q < count; q += kLanes) {
           const long lanes = std::min<long>(kLanes, count - q);

@@ -99,10 +99,7 @@ struct Dense {
   // The product with columns [from, to) of one part of a layer's matrix.
   template <class Format>
   void some(long count, const float* const* a, float* const* c, long part, long from, long to, float* own) const {
-    const long blocks = (width + kScaleBlock - 1) / kScaleBlock, stride = parts * width;
-    const Matrix<Format> b{
-        static_cast<const typename Format::Stored*>(weight) + layer * K * stride + part * width, stride,
-        Matrix<Format>::scaled ? scale + (layer * ((K + kScaleBlock - 1) / kScaleBlock) * parts + part) * blocks : nullptr, parts * blocks};
+    const Matrix<Format> b = part_of<Format>(weight, scale, layer, K, parts, part, width);
     if (streams()) return stream_product(own, N, count, a, b, from, to, K, c, 0, K / pieces);
     if constexpr (std::is_same_v<Format, Float32>)
       if (near()) return place_product(count, a, b, from, to, K, c, 0, K / pieces);

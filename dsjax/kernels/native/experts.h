@@ -258,22 +258,16 @@ struct Experts {
   // Uses one part, of `parts`, of an expert's matrix, `width` columns wide.
   template <class Use>
   void with_matrix(const void* data, const void* scale, long expert, long depth, long width, long parts, long part, Use use) const {
-    const long size = depth * parts * width, stride = parts * width;
     if (fp4_block) {
+      const long size = depth * parts * width, stride = parts * width;
       const uint8_t* bytes = static_cast<const uint8_t*>(data) + expert * size / 2 + part * width;
       const long scales = expert * size / fp4_block + part * width;
       if (integers) return use(Int4{bytes, static_cast<const uint16_t*>(scale) + scales, stride, fp4_block});
       return use(Fp4{bytes, static_cast<const uint8_t*>(scale) + scales, stride, fp4_block});
     }
-    auto matrix = [&](auto format, const float* scales, long scale_stride) {
-      typedef decltype(format) Format;
-      use(Matrix<Format>{static_cast<const typename Format::Stored*>(data) + expert * size + part * width, stride, scales, scale_stride});
-    };
-    if (bytes == 4) return matrix(Float32{}, nullptr, 0);
-    if (bytes == 2) return matrix(BFloat16{}, nullptr, 0);
-    const long blocks = (width + kScaleBlock - 1) / kScaleBlock;
-    const long scales = (depth + kScaleBlock - 1) / kScaleBlock * parts * blocks;
-    matrix(Float8{}, static_cast<const float*>(scale) + expert * scales + part * blocks, parts * blocks);
+    if (bytes == 4) return use(part_of<Float32>(data, scale, expert, depth, parts, part, width));
+    if (bytes == 2) return use(part_of<BFloat16>(data, scale, expert, depth, parts, part, width));
+    use(part_of<Float8>(data, scale, expert, depth, parts, part, width));
   }
 
   // The product with columns [from, to) of a weight matrix: in place (not in FP8), as it streams by, or by panels. All give the same bits.

@@ -1,5 +1,4 @@
-// The choice of sparse attention: index scores of queries over a paged cache of index keys, and the highest of them. Uses nothing of the
-// other kernels but their vectors and phases.
+// The choice of sparse attention: index scores of queries over a paged cache of index keys, and the highest of them.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +6,7 @@
 #include <limits>
 
 #include "phases.h"
-#include "simd.h"
+#include "products.h"
 
 namespace dsjax {
 
@@ -45,14 +44,14 @@ struct IndexChoice {
   }
 
  private:
-  static constexpr long kRows = 4;  // positions whose products are in registers together, with two vectors of heads each
+  static constexpr long kRows = 4 * kTileRows;  // positions whose keys are multiplied together
 
   struct Layout {
     const IndexChoice& of;
     Scratch scratch;
     float* scores = scratch.take<float>(of.R * of.C * of.S());
-    // Of each worker: queries with heads side by side, their weights, and a few keys widened.
-    size_t own_bytes = (4 * ((of.A + 1) * of.lanes() + kRows * of.A) + 63) / 64 * 64;
+    // Of each worker: queries with heads side by side, their weights, and keys widened and multiplied.
+    size_t own_bytes = (4 * ((of.A + 1 + kRows) * of.lanes() + kRows * of.A) + 63) / 64 * 64;
     char* own = scratch.take<char>(own_bytes * std::max(of.threads, 1));
   };
   Layout layout(char* base) const { return {*this, Scratch(base)}; }
@@ -90,7 +89,7 @@ struct IndexChoice {
     const long row = item / C, end = std::min(first + kPart, seen(item)), wide = lanes();
     if (first >= end) return;
     float* heads = reinterpret_cast<float*>(at.own + at.own_bytes * worker);
-    float *weights = heads + A * wide, *copies = weights + wide;
+    float *weights = heads + A * wide, *copies = weights + wide, *products = copies + kRows * A;
     std::fill(heads, heads + (A + 1) * wide, 0.0f);
     for (long j = 0; j < I; j++) {
       for (long w = 0; w < A; w++) heads[w * wide + j] = query[(item * I + j) * A + w];
@@ -99,29 +98,19 @@ struct IndexChoice {
     const float scale = 1.0f / std::sqrt(static_cast<float>(A));
     float* scores = at.scores + item * S();
     for (long s = first; s < end; s += kRows) {
+      const long count = std::min(kRows, end - s);
       const float* rows[kRows];
-      for (long i = 0; i < kRows; i++) {
-        const long position = std::min(s + i, end - 1);
-        const long slot = (layer * pages + tables[row * Pr + position / G]) * G + position % G;
-        rows[i] = key(slot, copies + i * A);
+      float* of_heads[kRows];
+      for (long i = 0; i < count; i++) {
+        const long slot = (layer * pages + tables[row * Pr + (s + i) / G]) * G + (s + i) % G;
+        rows[i] = key(slot, copies + i * A), of_heads[i] = products + i * wide;
       }
-      Vec sums[kRows] = {};
-      for (long j = 0; j < wide; j += 2 * kLanes) {
-        Vec low[kRows] = {}, high[kRows] = {};
-        for (long w = 0; w < A; w++) {
-          const Vec a = load(heads + w * wide + j), b = load(heads + w * wide + j + kLanes);
-          for (long i = 0; i < kRows; i++) {
-            const Vec value = broadcast(rows[i][w]);
-            low[i] += a * value;
-            high[i] += b * value;
-          }
-        }
-        for (long i = 0; i < kRows; i++) {
-          sums[i] += larger(low[i] * scale, Vec{}) * load(weights + j);
-          sums[i] += larger(high[i] * scale, Vec{}) * load(weights + j + kLanes);
-        }
+      product(count, rows, 1, Matrix<Float32>{heads, wide}, 0, wide, A, of_heads, Sums::replace);
+      for (long i = 0; i < count; i++) {
+        Vec total{};
+        for (long j = 0; j < wide; j += kLanes) total += larger(load(of_heads[i] + j) * scale, Vec{}) * load(weights + j);
+        scores[s + i] = sum(total);
       }
-      for (long i = 0; i < kRows && s + i < end; i++) scores[s + i] = sum(sums[i]);
     }
     if (filled)
       for (long s = first; s < end; s++)

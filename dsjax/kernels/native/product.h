@@ -85,6 +85,14 @@ struct Matrix {
   static constexpr int rows_of_a_byte = 1;
 };
 
+// One part, of `parts`, of a matrix of a stack, [stack, depth, parts, width], with the scales, in FP8, of its blocks.
+template <class Format>
+Matrix<Format> part_of(const void* data, const void* scales, long number, long depth, long parts, long part, long width) {
+  const long stride = parts * width, across = (width + kScaleBlock - 1) / kScaleBlock, down = (depth + kScaleBlock - 1) / kScaleBlock;
+  const float* scale = Matrix<Format>::scaled ? static_cast<const float*>(scales) + (number * down * parts + part) * across : nullptr;
+  return {static_cast<const typename Format::Stored*>(data) + number * depth * stride + part * width, stride, scale, parts * across};
+}
+
 // B as rows anywhere in memory.
 struct Scattered {
   const float* const* rows;

@@ -27,15 +27,13 @@ void place_product(long rows, const float* const* a, const B& b, long from, long
 // The functions of one B, and of a format whose matrices may lie transposed; `how` is `extern` where they are used, and empty in their unit.
 #define DSJAX_PRODUCT(how, B) \
   how template void product(long, const float* const*, long, const B&, long, long, long, float* const*, Sums, long, long);
-#define DSJAX_PLACE_PRODUCT(how, B) \
-  how template void place_product(long, const float* const*, const B&, long, long, long, float* const*, long, long);
 #define DSJAX_PANEL_PRODUCT(how, B) \
   how template void panel_product(float*, long, long, const float* const*, const B&, long, long, long, float* const*, long, long);
 #define DSJAX_PANEL_AND_STREAM_PRODUCT(how, B) \
   DSJAX_PANEL_PRODUCT(how, B) \
   how template void stream_product(float*, long, long, const float* const*, const B&, long, long, long, float* const*, long, long);
 #define DSJAX_FORMAT_PRODUCTS(how, Format) \
-  DSJAX_PLACE_PRODUCT(how, Matrix<Format>) \
+  how template void place_product(long, const float* const*, const Matrix<Format>&, long, long, long, float* const*, long, long); \
   DSJAX_PANEL_PRODUCT(how, Transposed<Format>) \
   DSJAX_PANEL_AND_STREAM_PRODUCT(how, Matrix<Format>)
 
