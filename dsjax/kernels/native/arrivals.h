@@ -33,7 +33,4 @@ struct Guest {
 void arrive_at_exchange(int64_t run, int64_t group, long ranks, size_t block, bool gathers, Part part, int64_t patience, const Schedule& schedule);
 void arrive_together(int64_t run, int64_t group, long ranks, Guest guest, int64_t patience, int threads, const Schedule& schedule);
 
-// Of how many threads at once this process keeps working memory for experts of several devices.
-long desks_of_experts();
-
 }  // namespace dsjax

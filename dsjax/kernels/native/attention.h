@@ -124,6 +124,10 @@ struct Attention : ByBlocks {
 
  protected:
   long queries(long row) const { return std::clamp<long>(length[row], 0, C); }
+  // Whatever lay in memory could be no number, and spread.
+  void clear_padding() const {
+    for (long r = 0; r < R; r++) std::fill(out + (r * C + queries(r)) * H * U, out + (r + 1) * C * H * U, 0.0f);
+  }
   // Positions that a row's first `count` queries see together; never more than its table holds.
   long context(long row, long count) const { return std::min<long>(start[row] + count, Pr * cache.G); }
 
@@ -228,10 +232,7 @@ struct AbsorbedAttention : Attention {
     const Layout at = layout(scratch);
     const int workers = work() < kLeastWork ? 1 : threads;
     const long per_row = items_of_a_row(workers);
-    for (long r = 0; r < R; r++) {
-      // Padding is zero: whatever lay in memory could be no number, and spread.
-      std::fill(out + (r * C + queries(r)) * H * U, out + (r + 1) * C * H * U, 0.0f);
-    }
+    clear_padding();
     Phases::run(
         3, [&](int phase) { return phase == 1 ? R * per_row : H; },
         [&](int phase, long item, int worker) {
@@ -452,8 +453,7 @@ struct ExpandedAttention : Attention {
   size_t scratch_bytes() const { return own(nullptr).scratch.bytes() * std::max(threads, 1); }
 
   void run(char* scratch, const Schedule& schedule) const {
-    for (long r = 0; r < R; r++)
-      std::fill(out + (r * C + queries(r)) * H * U, out + (r + 1) * C * H * U, 0.0f);
+    clear_padding();
     const size_t bytes = own(nullptr).scratch.bytes();
     Phases::run(
         1, [&](int) { return R * H; },

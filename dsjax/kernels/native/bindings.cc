@@ -40,34 +40,24 @@ bool failed(const XLA_FFI_Api* api, XLA_FFI_Error* found) {
   return true;
 }
 
-// An array that XLA has.
-class Array {
- public:
-  explicit Array(const XLA_FFI_Buffer* buffer) : buffer_(buffer) {}
-  long rank() const { return buffer_->rank; }
-  const int64_t* shape() const { return buffer_->dims; }
-  XLA_FFI_DataType type() const { return buffer_->dtype; }
-  void* data() const { return buffer_->data; }
-  // Bytes of an element.
-  size_t width() const {
-    switch (type()) {
-      case XLA_FFI_DataType_F32: case XLA_FFI_DataType_S32: case XLA_FFI_DataType_U32: return 4;
-      case XLA_FFI_DataType_F64: case XLA_FFI_DataType_S64: case XLA_FFI_DataType_U64: case XLA_FFI_DataType_C64: return 8;
-      case XLA_FFI_DataType_C128: return 16;
-      case XLA_FFI_DataType_F16: case XLA_FFI_DataType_BF16: case XLA_FFI_DataType_S16: case XLA_FFI_DataType_U16: return 2;
-      default: return 1;
-    }
-  }
-  size_t elements() const {
-    size_t all = 1;
-    for (long i = 0; i < rank(); i++) all *= shape()[i];
-    return all;
-  }
-  size_t size() const { return elements() * width(); }
+typedef XLA_FFI_Buffer Array;
 
- private:
-  const XLA_FFI_Buffer* buffer_;
-};
+// Bytes of an element.
+size_t width(const Array& array) {
+  switch (array.dtype) {
+    case XLA_FFI_DataType_F32: case XLA_FFI_DataType_S32: case XLA_FFI_DataType_U32: return 4;
+    case XLA_FFI_DataType_F64: case XLA_FFI_DataType_S64: case XLA_FFI_DataType_U64: case XLA_FFI_DataType_C64: return 8;
+    case XLA_FFI_DataType_C128: return 16;
+    case XLA_FFI_DataType_F16: case XLA_FFI_DataType_BF16: case XLA_FFI_DataType_S16: case XLA_FFI_DataType_U16: return 2;
+    default: return 1;
+  }
+}
+size_t elements(const Array& array) {
+  size_t all = 1;
+  for (long i = 0; i < array.rank; i++) all *= array.dims[i];
+  return all;
+}
+size_t bytes(const Array& array) { return elements(array) * width(array); }
 
 // What a kernel is called with: arrays in the order, and settings by the names, of dsjax/kernels/native_calls.py. The last result of a
 // call is its working memory, so that XLA plans it with all other buffers; its size comes from the functions at the end of this file.
@@ -76,20 +66,20 @@ class Call {
   explicit Call(XLA_FFI_CallFrame* frame) : frame_(frame) {}
 
   const XLA_FFI_Api* api() const { return frame_->api; }
-  Array array(long index) {
+  const Array& array(long index) {
     const bool there = index < frame_->args.size && frame_->args.types[index] == XLA_FFI_ArgType_BUFFER;
     return some(there ? frame_->args.args[index] : nullptr);
   }
-  Array result(long index) {
+  const Array& result(long index) {
     const bool there = 0 <= index && index < frame_->rets.size && frame_->rets.types[index] == XLA_FFI_RetType_BUFFER;
     return some(there ? frame_->rets.rets[index] : nullptr);
   }
-  Array scratch() { return result(frame_->rets.size - 1); }
+  const Array& scratch() { return result(frame_->rets.size - 1); }
 
   // Points to the arrays from number `index` on, of the pointers' types (any type for `void`); null for an array without elements.
   template <class... T>
   void arrays(long index, const T*&... pointers) {
-    ((point(pointers, array(index)), pointers = array(index++).elements() ? pointers : nullptr), ...);
+    ((point(pointers, array(index)), pointers = elements(array(index++)) ? pointers : nullptr), ...);
   }
   template <class... T>
   void results(T*&... pointers) {
@@ -98,9 +88,9 @@ class Call {
   }
   // Sets numbers to the lengths of all of an array's axes.
   template <class... Number>
-  void axes(Array array, Number&... lengths) {
-    require(array.rank() == sizeof...(lengths));
-    const int64_t* length = array.shape();
+  void axes(const Array& array, Number&... lengths) {
+    require(array.rank == sizeof...(lengths));
+    const int64_t* length = array.dims;
     ((lengths = *length++), ...);
   }
   // Sets numbers to the settings of the names before them.
@@ -134,10 +124,10 @@ class Call {
   template <class Kernel>
   XLA_FFI_Error* run(Kernel kernel) {
     kernel.threads = static_cast<int>(setting<int64_t>("threads"));
-    const Array memory = scratch();
+    const Array& memory = scratch();
     if (!fits_) return invalid(api(), "a native kernel was given other arrays or settings than it takes");
-    if (memory.size() < kernel.scratch_bytes()) return invalid(api(), "a native kernel was given less working memory than it needs");
-    run_kernel(kernel, static_cast<char*>(memory.data()), pool());
+    if (bytes(memory) < kernel.scratch_bytes()) return invalid(api(), "a native kernel was given less working memory than it needs");
+    run_kernel(kernel, static_cast<char*>(memory.data), pool());
     return nullptr;
   }
 
@@ -172,16 +162,16 @@ class Call {
     return std::is_same_v<T, bool> ? XLA_FFI_DataType_PRED : XLA_FFI_DataType_U8;
   }
   // An array; in the place of one that is not there, an empty one with as much to look at as any kernel looks at before it runs.
-  Array some(const void* buffer) {
+  const Array& some(const void* array) {
     static int64_t axes[8] = {};
-    static XLA_FFI_Buffer nothing{XLA_FFI_Buffer_STRUCT_SIZE, nullptr, XLA_FFI_DataType_INVALID, axes, 0, axes};
-    require(buffer != nullptr);
-    return Array(buffer ? static_cast<const XLA_FFI_Buffer*>(buffer) : &nothing);
+    static const Array nothing{XLA_FFI_Buffer_STRUCT_SIZE, nullptr, XLA_FFI_DataType_INVALID, axes, 0, axes};
+    require(array != nullptr);
+    return array ? *static_cast<const Array*>(array) : nothing;
   }
   template <class T>
-  void point(T*& pointer, Array array) {
-    require(std::is_void_v<T> || array.type() == type_of<std::remove_const_t<T>>());
-    pointer = static_cast<T*>(array.data());
+  void point(T*& pointer, const Array& array) {
+    require(std::is_void_v<T> || array.dtype == type_of<std::remove_const_t<T>>());
+    pointer = static_cast<T*>(array.data);
   }
   template <class T>
   T setting(const char* name) {
@@ -238,9 +228,9 @@ Experts described_experts(Call& call) {
   call.axes(call.array(0), layers, kernel.X, kernel.D, parts, kernel.F);
   call.axes(call.array(7), N, kernel.row_stride);
   call.axes(call.array(8), kernel.N, kernel.K);
-  kernel.layer = *layer, kernel.rows = static_cast<const float*>(rows), kernel.bytes = call.array(0).width();
-  kernel.D *= kernel.fp4_block ? 2 : 1, kernel.integers = kernel.fp4_block && call.array(2).width() == 2;
-  kernel.apart = call.result(0).rank() == 3;
+  kernel.layer = *layer, kernel.rows = static_cast<const float*>(rows), kernel.bytes = width(call.array(0));
+  kernel.D *= kernel.fp4_block ? 2 : 1, kernel.integers = kernel.fp4_block && width(call.array(2)) == 2;
+  kernel.apart = call.result(0).rank == 3;
   return kernel;
 }
 
@@ -248,15 +238,15 @@ XLA_FFI_Error* experts(Call call) { return call.run(described_experts(call)); }
 
 // weight [L, K, J] or [L, K, 2, J], transposed [L, J, K], rows [N, K]; or grouped [L, K, G, J], rows [N, G, K].
 XLA_FFI_Error* dense(Call call) {
-  const Array weight = call.array(0), rows = call.array(3);
+  const Array &weight = call.array(0), &rows = call.array(3);
   Dense kernel;
   const int32_t* layer;
   call.arrays(0, kernel.weight, kernel.scale, layer, kernel.x);
   call.results(kernel.out);
   call.settings("pieces", kernel.pieces, "transposed", kernel.transposed, "grouped", kernel.grouped);
-  kernel.bytes = weight.width(), kernel.layer = *layer, kernel.N = rows.shape()[0];
-  kernel.K = kernel.grouped ? weight.shape()[1] : rows.shape()[1], kernel.parts = weight.rank() == 4 ? weight.shape()[2] : 1;
-  kernel.width = weight.shape()[kernel.transposed || weight.rank() < 3 ? 1 : weight.rank() - 1];
+  kernel.bytes = width(weight), kernel.layer = *layer, kernel.N = rows.dims[0];
+  kernel.K = kernel.grouped ? weight.dims[1] : rows.dims[1], kernel.parts = weight.rank == 4 ? weight.dims[2] : 1;
+  kernel.width = weight.dims[kernel.transposed || weight.rank < 3 ? 1 : weight.rank - 1];
   return call.run(kernel);
 }
 
@@ -296,8 +286,8 @@ XLA_FFI_Error* attention(Call call) {
   call.axes(call.array(2), layers, weights.M, weights.columns);
   call.axes(call.array(5), layers, cache.pages, cache.G, kernel.M);
   call.axes(call.array(11), kernel.R, kernel.Pr);
-  weights.bytes = call.array(2).width(), weights.layer = *weights_layer;
-  cache.bytes = call.array(5).width(), cache.layer = *layer;
+  weights.bytes = width(call.array(2)), weights.layer = *weights_layer;
+  cache.bytes = width(call.array(5)), cache.layer = *layer;
   return call.run(kernel);
 }
 
@@ -308,12 +298,12 @@ XLA_FFI_Error* index_choice(Call call) {
   call.arrays(0, kernel.query, kernel.weight, kernel.keys, kernel.key_scale, layer, kernel.positions, kernel.tables, kernel.filled);
   call.results(kernel.chosen, kernel.count, kernel.words);
   call.settings("packed", packed);
-  long layers, width;
+  long layers, key;
   call.axes(call.array(0), kernel.R, kernel.C, kernel.I, kernel.A);
-  call.axes(call.array(2), layers, kernel.pages, kernel.G, width);
+  call.axes(call.array(2), layers, kernel.pages, kernel.G, key);
   call.axes(call.array(6), kernel.R, kernel.Pr);
   call.axes(call.result(0), kernel.R, kernel.C, kernel.k);
-  kernel.bytes = packed ? 0 : call.array(2).width(), kernel.layer = *layer;
+  kernel.bytes = packed ? 0 : width(call.array(2)), kernel.layer = *layer;
   return call.run(kernel);
 }
 
@@ -325,8 +315,8 @@ XLA_FFI_Error* compressed_attention(Call call) {
               kernel.filled, kernel.chosen, kernel.count);
   call.results(kernel.out);
   call.settings("span", kernel.span, "scale", kernel.scale, "rotated", window.rotated);
-  const Array window_pages = call.array(2), pages = call.array(3), chosen = call.array(10);
-  call.require(window.rotated || (window_pages.type() == XLA_FFI_DataType_F32 && pages.type() == XLA_FFI_DataType_F32));
+  const Array &window_pages = call.array(2), &pages = call.array(3), &chosen = call.array(10);
+  call.require(window.rotated || (window_pages.dtype == XLA_FFI_DataType_F32 && pages.dtype == XLA_FFI_DataType_F32));
   long layers, width;
   call.axes(call.array(0), kernel.R, kernel.C, kernel.H, kernel.M);
   call.axes(window_pages, layers, window.pages, window.G, width);
@@ -360,7 +350,7 @@ XLA_FFI_Error* streams_after(Call call) {
 // rows [N, W], this device's place in its group of `ranks`, [], and which of the groups it is, [] -> [N * ranks, W], every device's rows
 // (gathers), or [N, W], where N / ranks rows are from each device.
 XLA_FFI_Error* exchange_rows(Call call) {
-  const Array rows = call.array(0), out = call.result(0);
+  const Array &rows = call.array(0), &out = call.result(0);
   const void* from;
   const int32_t *place, *group;
   int64_t ranks, patience;
@@ -369,11 +359,11 @@ XLA_FFI_Error* exchange_rows(Call call) {
   call.settings("ranks", ranks, "patience", patience, "gathers", gathers);
   const int64_t run = call.run_id();
   // All that is looked at here is of the program, and the same on every device: where it does not fit, no device waits for another.
-  if (!call.fits() || ranks < 1 || out.size() % ranks || rows.size() * (gathers ? ranks : 1) != out.size())
+  if (!call.fits() || ranks < 1 || bytes(out) % ranks || bytes(rows) * (gathers ? ranks : 1) != bytes(out))
     return invalid(call.api(), "an exchange was given other arrays or settings than it takes");
-  Part part{*place, static_cast<const char*>(from), static_cast<char*>(out.data()), nullptr};
+  Part part{*place, static_cast<const char*>(from), static_cast<char*>(out.data), nullptr};
   if (XLA_FFI_Error* found = call.promise(patience, part.proceed)) return found;
-  arrive_at_exchange(run, *group, ranks, out.size() / ranks, gathers, part, patience, call.pool());
+  arrive_at_exchange(run, *group, ranks, bytes(out) / ranks, gathers, part, patience, call.pool());
   return nullptr;
 }
 
@@ -387,16 +377,16 @@ XLA_FFI_Error* experts_together(Call call) {
   call.results(guest.out, guest.counts);
   call.settings("ranks", ranks, "held", guest.held, "together", together, "patience", patience);
   const int64_t run = call.run_id();
-  const Array memory = call.scratch();
+  const Array& memory = call.scratch();
   // As for `exchange_rows`: what does not fit here fits on no device.
   if (!call.fits() || ranks < 1 || guest.held < 1) return invalid(call.api(), "experts were given other arrays or settings than they take");
   const Experts& experts = guest.experts = described_experts(call);
-  call.require(guest.held <= experts.X && call.result(1).elements() == static_cast<size_t>(guest.held) + 1);
-  call.require(call.array(7).type() == XLA_FFI_DataType_F32 && call.array(9).elements() == call.array(8).elements());
-  call.require(call.result(0).elements() == static_cast<size_t>(experts.N * experts.D) && experts.row_stride >= experts.D);
-  if (!call.fits() || memory.size() < sizeof(float) * experts.N * experts.K * experts.D)
+  call.require(guest.held <= experts.X && elements(call.result(1)) == static_cast<size_t>(guest.held) + 1);
+  call.require(call.array(7).dtype == XLA_FFI_DataType_F32 && elements(call.array(9)) == elements(call.array(8)));
+  call.require(elements(call.result(0)) == static_cast<size_t>(experts.N * experts.D) && experts.row_stride >= experts.D);
+  if (!call.fits() || bytes(memory) < sizeof(float) * experts.N * experts.K * experts.D)
     return invalid(call.api(), "experts were given other settings, or less working memory, than they need");
-  guest.rank = *place, guest.terms = static_cast<float*>(memory.data());
+  guest.rank = *place, guest.terms = static_cast<float*>(memory.data);
   if (XLA_FFI_Error* found = call.promise(patience, guest.proceed)) return found;
   arrive_together(run, *group, ranks, guest, patience, static_cast<int>(together), call.pool());
   return nullptr;
@@ -456,4 +446,3 @@ DSJAX_HANDLER(experts_together, experts_together)
 extern "C" int64_t dsjax_exchange_scratch(const int64_t*) { return 0; }
 // `Guest::terms`, by N, K and D.
 extern "C" int64_t dsjax_experts_together_scratch(const int64_t* numbers) { return sizeof(float) * numbers[0] * numbers[1] * numbers[2]; }
-extern "C" int64_t dsjax_experts_together_desks() { return dsjax::desks_of_experts(); }

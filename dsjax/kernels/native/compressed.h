@@ -13,7 +13,7 @@ namespace dsjax {
 // whole eights, and rotated values in bfloat16.
 struct Pages {
   const void* data;
-  long layer, pages, G;
+  long layer = 0, pages = 0, G = 1;
   long rotated = 0;  // how many values are rotated in FP8 entries; 0: float32
 
   static constexpr long kEntryScaled = 64;

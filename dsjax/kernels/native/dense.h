@@ -133,21 +133,20 @@ struct Norm {
   static constexpr long kTogether = 16;  // rows of an item
 
   void normalise(long n) const {
-    const float* row = bias ? centred(x + n * width, out + n * width) : x + n * width;
-    const float inverse = inverse_rms(row, width, eps);
+    const float* row = x + n * width;
     float* to = out + n * width;
+    if (bias) {
+      float total = 0;
+      for (long i = 0; i < width; i++) total += row[i];
+      const float mean = total / static_cast<float>(width);
+      for (long i = 0; i < width; i++) to[i] = row[i] - mean;
+      row = to;
+    }
+    const float inverse = inverse_rms(row, width, eps);
     long i = 0;
     for (; i + kLanes <= width; i += kLanes) store(to + i, load(scale + i) * (load(row + i) * inverse));
     for (; i < width; i++) to[i] = scale[i] * (row[i] * inverse);
     for (i = 0; bias && i < width; i++) to[i] += bias[i];
-  }
-
-  const float* centred(const float* row, float* to) const {
-    float total = 0;
-    for (long i = 0; i < width; i++) total += row[i];
-    const float mean = total / static_cast<float>(width);
-    for (long i = 0; i < width; i++) to[i] = row[i] - mean;
-    return to;
   }
 };
 

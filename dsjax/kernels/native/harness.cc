@@ -16,10 +16,9 @@
 #include "attention.cc"
 #include "bindings.cc"
 #include "others.cc"
-#include "products_bfloat16.cc"
 #include "products_float32.cc"
-#include "products_float8.cc"
 #include "products_fp4.cc"
+#include "products_narrow.cc"
 
 struct XLA_FFI_Error {
   std::string message;
@@ -143,7 +142,7 @@ struct Arrays {
     for (size_t i = 0; i < shapes.size(); i++) {
       auto& lengths = shapes[i].lengths;
       buffers[i] = {XLA_FFI_Buffer_STRUCT_SIZE, nullptr, shapes[i].type, nullptr, static_cast<int64_t>(lengths.size()), lengths.data()};
-      buffers[i].data = bytes.emplace_back(Array(&buffers[i]).size()).data();
+      buffers[i].data = bytes.emplace_back(dsjax::bytes(buffers[i])).data();
       pointers.push_back(&buffers[i]);
     }
   }

@@ -51,13 +51,12 @@ struct IndexChoice {
     Scratch scratch;
     float* scores = scratch.take<float>(of.R * of.C * of.S());
     // Of each worker: queries with heads side by side, their weights, and keys widened and multiplied.
-    size_t own_bytes = (4 * ((of.A + 1 + kRows) * of.lanes() + kRows * of.A) + 63) / 64 * 64;
+    size_t own_bytes = (4 * ((of.A + 1 + kRows) * whole_vectors(of.I) + kRows * of.A) + 63) / 64 * 64;
     char* own = scratch.take<char>(own_bytes * std::max(of.threads, 1));
   };
   Layout layout(char* base) const { return {*this, Scratch(base)}; }
 
   long S() const { return Pr * G; }
-  long lanes() const { return (I + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes); }
 
   long seen(long item) const { return std::clamp<long>(positions[item] + 1l, 1, S()); }
 
@@ -86,7 +85,7 @@ struct IndexChoice {
   }
 
   void score(const Layout& at, long item, long first, int worker) const {
-    const long row = item / C, end = std::min(first + kPart, seen(item)), wide = lanes();
+    const long row = item / C, end = std::min(first + kPart, seen(item)), wide = whole_vectors(I);
     if (first >= end) return;
     float* heads = reinterpret_cast<float*>(at.own + at.own_bytes * worker);
     float *weights = heads + A * wide, *copies = weights + wide, *products = copies + kRows * A;

@@ -33,6 +33,7 @@ void arrive_together(int64_t run, int64_t group, long ranks, Guest guest, int64_
   Meetings<Together>::proceed(together, ranks, schedule);
 }
 
-long desks_of_experts() { return Together::desks(); }
-
 }  // namespace dsjax
+
+// Of how many threads at once this process keeps working memory for experts of several devices.
+extern "C" int64_t dsjax_experts_together_desks() { return dsjax::Together::desks(); }

@@ -28,11 +28,12 @@ struct Matrix {
   // Whether `pair` gives the even columns first and then the odd ones; the tile puts its results in order once, at its end.
   static constexpr bool mixes_pairs = sizeof(typename Format::Stored) == 2;
   void pair(long k, long column, Vec& first, Vec& second) const {
-    if constexpr (mixes_pairs) {
-      const UIntVec both = load_as<UIntVec>(data + k * stride + column);
-      first = bits<Vec>(both << 16), second = bits<Vec>(both & 0xffff0000u);
-    } else {
+    if constexpr (scaled) {
       first = at(k, column), second = at(k, column + kLanes);
+    } else {
+      Vec both[2];
+      Format::widen_group(data + k * stride + column, both, {});
+      first = both[0], second = both[1];
     }
   }
   float scale_at(long k, long column) const { return scale[k / kScaleBlock * scale_stride + column / kScaleBlock]; }

@@ -90,11 +90,6 @@ inline float sum(Vec v) {
   for (int lane = 0; lane < kLanes; lane++) total += v[lane];
   return total;
 }
-inline float largest(Vec v) {
-  float most = v[0];
-  for (int lane = 1; lane < kLanes; lane++) most = v[lane] > most ? v[lane] : most;
-  return most;
-}
 
 // to[i] += from[i].
 inline void add_row(const float* from, long count, float* to) {
@@ -218,20 +213,20 @@ struct AnyCode {
   bool found() const { return false; }
 };
 
-// A format that is not widened sooner where some codes may come out wrong.
-struct NoQuickWidening {
+// What a widening keeps in registers for all groups: nothing, where it needs no tables.
+struct NoTables {};
+
+// A format that is widened without tables, and no sooner where some codes may come out wrong.
+struct PlainWidening {
+  typedef NoTables Held;
   typedef AnyCode Codes;
   static constexpr bool quick = false;
   static constexpr float kQuickUnit = 1;
 };
 
-// What a widening keeps in registers for all groups: nothing, where it needs no tables.
-struct NoTables {};
-
 // What a matrix's elements are stored as; each is widened to float32 exactly.
-struct Float32 : NoQuickWidening {
+struct Float32 : PlainWidening {
   typedef float Stored;
-  typedef NoTables Held;
   static Vec widen(const float* from) { return load(from); }
   static float widen_one(float value) { return value; }
   template <int vectors>
@@ -241,9 +236,8 @@ struct Float32 : NoQuickWidening {
   static void order(Vec (&)[kGroup]) {}
 };
 
-struct BFloat16 : NoQuickWidening {
+struct BFloat16 : PlainWidening {
   typedef uint16_t Stored;
-  typedef NoTables Held;
   static Vec widen(const uint16_t* from) {
     return bits<Vec>(__builtin_convertvector(load_as<HalfVec>(from), UIntVec) << 16);
   }
@@ -267,7 +261,7 @@ struct BFloat16 : NoQuickWidening {
 struct Float8 {
   static constexpr bool quick = true;
 #else
-struct Float8 : NoQuickWidening {
+struct Float8 : PlainWidening {
 #endif
   typedef uint8_t Stored;
 #if defined(__F16C__) && (defined(__AVX2__) || defined(__AVX512F__))
@@ -431,7 +425,6 @@ struct Float8 : NoQuickWidening {
     DSJAX_EACH_PAIR(v, kGroup) interleave(group[v], group[v + 1]);
   }
 #else
-  typedef NoTables Held;
   static void widen_group(const uint8_t* from, Vec (&group)[kGroup], Held) {
     DSJAX_EACH(v, kGroup) group[v] = widen(from + v * kLanes);
   }
