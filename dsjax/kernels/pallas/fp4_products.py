@@ -35,11 +35,11 @@ from dsjax.kernels.pallas.shared_memory import Cores, ProductBytes
 from sharding import fp8
 
 
-def gate_up(
+def product(
     arrays: Mapping[str, Array],
     form: PackedFormat,
     layer: Int[Array, ""],
-    x_PD: Float[Array, "P D"] | fp8.Quantised,
+    x: Float[Array, "P K"] | fp8.Quantised,
     groups: Groups,
     *,
     dtype: np.dtype,
@@ -47,42 +47,20 @@ def gate_up(
     limit: float | None = None,
     interpret: bool = False,
     cores: Cores = Cores(),
-) -> Float[Array, "P F"] | fp8.Quantised:
-    """Return ``silu(x · gate) × (x · up)`` of each sorted pair in ``dtype``, quantised if the rows are. Rows: see ``products.gate_up``.
+) -> Float[Array, "P N"] | fp8.Quantised:
+    """Return a product of each sorted pair in ``dtype``. Rows and options: see ``products.gate_up``.
 
-    arrays: ``weight [L, X, D/2, 2, F]``, ``scale [L, X, D/block, 2, F]`` and, if the format has it, ``global_scale [L, X, 2, 1]``.
+    arrays: of gate and up ``weight [L, X, D/2, 2, F]``, ``scale [L, X, D/block, 2, F]`` and, if the format has it, ``global_scale
+        [L, X, 2, 1]``; returns ``silu(x · gate) × (x · up)``, quantised if the rows are. Or of down, ``weight [L, X, F/2, D]`` and so on.
     """
-    return _product(
-        arrays, form, layer, x_PD, groups, fused=True, dtype=dtype, powers=powers, limit=limit, interpret=interpret, cores=cores,
-    )  # fmt: skip
-
-
-def down(
-    arrays: Mapping[str, Array],
-    form: PackedFormat,
-    layer: Int[Array, ""],
-    hidden_PF: Float[Array, "P F"] | fp8.Quantised,
-    groups: Groups,
-    *,
-    dtype: np.dtype,
-    interpret: bool = False,
-    cores: Cores = Cores(),
-) -> Float[Array, "P D"]:
-    """Return ``hidden · down`` of each sorted pair in ``dtype``. arrays: as for ``gate_up``, with ``weight [L, X, F/2, D]``."""
-    return _product(arrays, form, layer, hidden_PF, groups, fused=False, dtype=dtype, interpret=interpret, cores=cores)
-
-
-def _product(
-    arrays, form: PackedFormat, layer, x, groups: Groups, *, fused, dtype, interpret, cores, powers=False, limit=None
-):
-    quantised = isinstance(x, fp8.Quantised)
+    weight, quantised = arrays["weight"], isinstance(x, fp8.Quantised)
+    fused = weight.ndim == 5
     tiles = ProductTiles.for_load(groups.mean_load)
     if quantised and fused:
         tiles = replace(tiles, columns=BLOCK)  # results are quantised in whole blocks
     values = x.values if quantised else x
     # Per byte: two values and a scale for each of them.
     tiles = tiles.fitting(ProductBytes(1 + fused, values.dtype, dtype, stored=1), cores)
-    weight = arrays["weight"]
     X, rows, K, N = weight.shape[1], values.shape[0], 2 * weight.shape[2], weight.shape[-1]
     cost = _cost(values, weight, form, groups.mean_load, tiles, dtype)
     lanes = 1 if addressable(weight) else 2
@@ -120,6 +98,10 @@ def _product(
         name=("experts_gate_up" if fused else "experts_down") + "_fp4",
     )(*inputs)
     return fp8.Quantised(*out) if len(out) == 2 else out[0]
+
+
+gate_up = down = product
+"""``product`` by the names of the two products in ``products``, whose weights differ in rank."""
 
 
 def _kernel(layer_ref, start_ref, count_ref, x_ref, *refs, form, fused, quantised, tiles, dtype, powers, limit, lanes):
