@@ -170,13 +170,7 @@ class NativeKernels:
         return self._call("router", outs, (scores_NE.shape[1], groups), scores_NE, _or_empty(bias_E), **settings)
 
     def exchange(
-        self,
-        rows_NW: Array,
-        place: Int[Array, ""],
-        group: Int[Array, ""],
-        *,
-        ranks: int,
-        gathers: bool,
+        self, rows_NW: Array, place: Int[Array, ""], group: Int[Array, ""], *, ranks: int, gathers: bool
     ) -> Array:
         """Exchange rows in memory between ``ranks`` devices of this process: ``all_gather`` or, in equal blocks, ``all_to_all``.
 

@@ -17,10 +17,6 @@ from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.pallas.tile_table import TileTable
 from sharding.cores import most_threads
 
-OPERATIONS = (
-    "decode attention", "prefill attention", "index choice", "hyper-connections", "router", "experts", "other products",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Implementation:
@@ -59,6 +55,7 @@ TABLE = (
     Implementation("other products", "pallas", ("gpu",), "Triton, a layer's matrices read from the stack; FP8 × FP8, or FP8 widened"),
     Implementation("other products", "pallas", ("tpu",), "Mosaic, a layer's FP8 matrices read from the stack, widened"),
 )  # fmt: skip
+OPERATIONS = tuple(dict.fromkeys(row.operation for row in TABLE))
 
 
 @dataclass(frozen=True)

@@ -119,15 +119,9 @@ def latent_attention(
 
 
 def attend_in_splits(
-    name: str,
-    kernel: Callable,
-    specs: list[pl.BlockSpec],
-    result: jax.ShapeDtypeStruct,
-    tiles: AttentionTiles,
-    splits: int,
-    cost: KernelCost,
-    interpret: bool,
-) -> Callable[..., Float[Array, "R P M"]]:
+    name: str, kernel: Callable, specs: list[pl.BlockSpec], result: jax.ShapeDtypeStruct, tiles: AttentionTiles, splits: int,
+    cost: KernelCost, interpret: bool,
+) -> Callable[..., Float[Array, "R P M"]]:  # fmt: skip
     """Return a function of a kernel's inputs. Program (tile, split, row) computes ``tiles.rows`` pairs of a row over a part of its context.
 
     kernel: writes the attention over its part, and the base-2 logarithm of its sum of weights. specs: of the inputs. result: padded.

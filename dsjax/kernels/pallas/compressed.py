@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,23 +54,24 @@ def compressed_attention(
     if tiles is None:
         tiles = first_that_fits(smaller_tiles(H), AttentionBytes(wide, 0, query.dtype, stored), cores)
     heads = -(-H // tiles.rows) * tiles.rows
-    cached, most = [_Pages.of(window, layers[0])], 0
+    cached, most = [_flat(window, layers[0])], 0
     if entries is not None:
-        cached.append(_Pages.of(entries, layers[1]))
+        cached.append(_flat(entries, layers[1]))
         most = tables.shape[1] * entries.shape[2] if chosen is None else chosen.shape[2]
+    vectors, first_rows, page_slots = zip(*cached, strict=True)
     blocks = -(-span // tiles.positions) + -(-most // tiles.positions)
     splits = split_context(R * C * (heads // tiles.rows), blocks, cores.count) if most else 1
     by_head = ((0, 0), (0, heads - H))
     queries = jnp.pad(query.reshape(R * C, H, M), (*by_head, (0, wide - M)))
-    scalars = [jnp.stack([pages.first for pages in cached]), positions.reshape(-1), count.reshape(-1), ring, tables]
+    scalars = [jnp.stack(first_rows), positions.reshape(-1), count.reshape(-1), ring, tables]
     scalars += [] if chosen is None else [chosen.reshape(R * C, -1)]
     scalars = [array.astype(jnp.int32) for array in scalars]
     holes = [] if filled is None else [filled.reshape(-1).astype(jnp.int8)]
     kernel = partial(
-        _kernel, page_slots=tuple(pages.slots for pages in cached), is_chosen=chosen is not None, has_holes=filled is not None, chunk=C,
+        _kernel, page_slots=page_slots, is_chosen=chosen is not None, has_holes=filled is not None, chunk=C,
         width=M, span=span, scale=scale * math.log2(math.e), stored=np.dtype(stored), positions=tiles.positions, splits=splits,
     )  # fmt: skip
-    arrays = [*holes, *(pages.flat for pages in cached)]
+    arrays = [*holes, *vectors]
     cost = compressed_cost(
         R, C, H, M, span, most, chosen is not None, query.dtype, window.dtype.itemsize, tiles, splits
     )
@@ -87,19 +87,11 @@ def compressed_attention(
     return out[:, :H, :M].reshape(R, C, H, M)
 
 
-class _Pages(NamedTuple):
-    """Vectors of all layers as rows of a matrix."""
-
-    flat: Array
-    first: Int[Array, ""]  # the first row of the layer that is read
-    slots: int  # rows of a page
-
-    @classmethod
-    def of(cls, stack: Array, layer: Int[Array, ""]) -> _Pages:
-        """Return layer ``layer`` of a stack ``[L, P, G, M]``."""
-        arrays, layer = addressable_layer({"stack": stack}, layer)
-        _, P, G, M = arrays["stack"].shape
-        return cls(arrays["stack"].reshape(-1, M), layer * P * G, G)
+def _flat(stack: Array, layer: Int[Array, ""]) -> tuple[Array, Int[Array, ""], int]:
+    """Return the vectors of a stack ``[L, P, G, M]`` as rows of a matrix, the first row of a layer, and the rows of a page."""
+    arrays, layer = addressable_layer({"stack": stack}, layer)
+    _, P, G, M = arrays["stack"].shape
+    return arrays["stack"].reshape(-1, M), layer * P * G, G
 
 
 def _kernel(
