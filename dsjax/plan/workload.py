@@ -153,7 +153,9 @@ class Workload:
         if self.decoding_at:
             return 0.0
         position = self.context - self.input.mean
-        variance = (self.input.mean * self.input.variation) ** 2 + self.output.moment(3) / (3 * self.output.mean) - position**2
+        variance = (
+            (self.input.mean * self.input.variation) ** 2 + self.output.moment(3) / (3 * self.output.mean) - position**2
+        )
         return variance**0.5 / self.context
 
     @property

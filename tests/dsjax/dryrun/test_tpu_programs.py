@@ -1,5 +1,4 @@
-"""What only TPU programs write: products as convolutions, loops whose length stands in their condition, collectives in fusions, and
-arrays in the core's own memory."""
+"""What only TPU programs have: products as convolutions, loops bounded by their condition, collectives in fusions, arrays in VMEM."""
 
 import pytest
 from hlo_text import computation

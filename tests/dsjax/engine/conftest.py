@@ -1,5 +1,4 @@
-"""Where the tests of each of the engine's rooms find what all rooms share: the fake executor, tiny models, processes of a group. And how
-tests of interrupts begin."""
+"""What the tests of all rooms of the engine share: the fake executor, tiny models, processes of a group, what tests of interrupts need."""
 
 import signal
 

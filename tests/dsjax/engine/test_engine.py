@@ -1,5 +1,4 @@
-"""From prompt to output, without threads and without JAX. These are the tests of `core.py`, `llm_engine.py`, `stats.py` and
-`text/outputs.py` too."""
+"""From prompt to output, without threads and without JAX. Also tests `core.py`, `llm_engine.py`, `stats.py` and `text/outputs.py`."""
 
 from dataclasses import replace
 from unittest import mock

@@ -1,5 +1,4 @@
-"""Structured output: text keeps its form, and what cannot have one fails alone and says why. These are the tests of
-`contract/structured_params.py` too."""
+"""Structured output: text keeps its form, and what cannot have one fails alone and says why. Also tests `contract/structured_params.py`."""
 
 import json
 import re

@@ -1,5 +1,4 @@
-"""The step of a DeepSeek-V4 (`ModelStep.hidden` with `Compressed`): layers by turns, streams, hash routing and dispatch on meshes; and its
-MTP module's pass."""
+"""DeepSeek-V4's step (`ModelStep.hidden` with `Compressed`): its layers, streams, hash routing, dispatch on meshes, its MTP pass."""
 
 import functools
 
