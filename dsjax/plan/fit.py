@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dsjax.plan.figure import Figure, assumed, assumption, spread
+from dsjax.plan.figure import Draw, Figure, assumed, assumption, drawing, spread
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.memory import stage_shares, weight_bytes
 from dsjax.plan.precision import BF16
@@ -118,7 +118,7 @@ class Verdict:
             "redundant_experts": self.layout.redundant,
             "memory_fraction": self.launch.memory_fraction,
             "device_bytes": self.launch.device_bytes,
-            "parts": {part.name: part.to_json() for part in self.parts},
+            "parts": {part.name: part.to_json() | {"source": part.source} for part in self.parts},
             "conditions": conditions,
             "cache_tokens_per_dp_rank": self.cache_tokens.to_json(),
             "fractions_that_fit": list(self.fractions) if self.fractions else None,
@@ -127,7 +127,8 @@ class Verdict:
 
 def fit(config: ModelConfig, layout: InstanceLayout, precision: Precision, launch: Launch) -> Verdict:
     """Return whether a launch fits, with the figures."""
-    parts = _parts(config, layout, precision, launch)
+    with drawing(Draw()):
+        parts = _parts(config, layout, precision, launch)
     per_token = max(share.cache_per_token for share in stage_shares(config, layout, precision, launch.mtp))
     needs_at = lambda fraction: _apply_rule(launch, fraction, parts, per_token)[0]  # noqa: E731
     fractions = [n / 100 for n in range(30, 100)]
@@ -240,7 +241,11 @@ def _parts(config: ModelConfig, layout: InstanceLayout, precision: Precision, la
     }
     if launch.deepep:
         experts = config.n_routed_experts + layout.redundant
-        sizes["outside"] += 2 * 2 * _LOW_LATENCY_TOKENS * experts * config.hidden_size * 2
+        buffers = 2 * 2 * _LOW_LATENCY_TOKENS * experts * config.hidden_size * 2
+        source = (
+            f"{getattr(sizes['outside'], 'source', '')}; and DeepEP's buffers by its get_low_latency_rdma_size_hint"
+        )
+        sizes["outside"] = Figure(sizes["outside"] + buffers, source=source)
     if launch.mtp and RULES[launch.engine][0] == STATIC:
         sizes["draft"] = sizes["weights"] - _weights(config, layout, precision, launch.engine, False)
     return sizes
