@@ -14,7 +14,7 @@ import functools
 import statistics
 import tomllib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -212,21 +212,13 @@ def spread(compute: Callable[[], Sequence[float]], draws: int | np.ndarray = DRA
     with drawing(Draw()) as middle:
         values = compute()
     inputs = middle.seen.values()
-    fixed, ranged = (_kinds(figure for figure in inputs if (figure.low < figure.high) is has) for has in (False, True))
-    if ranged == Kind.EXACT:
-        return [Figure(value, kinds=fixed) for value in values]
+    kinds = functools.reduce(lambda all_of_them, figure: all_of_them | figure.kinds, inputs, int(Kind.EXACT))
+    if not any(figure.low < figure.high for figure in inputs):
+        return [Figure(value, kinds=kinds) for value in values]
     seen = samples(compute, draws) if isinstance(draws, int) else draws
     low, high = np.quantile(seen, ((1 - LEVEL) / 2, (1 + LEVEL) / 2), axis=0, method="hazen")
     ends = zip(values, low, high, strict=True)
-    # A result that no draw moves does not depend on the inputs that have a range.
-    return [
-        Figure(value, min(float(a), value), max(float(b), value), fixed if a == b == value else fixed | ranged)
-        for value, a, b in ends
-    ]
-
-
-def _kinds(figures: Iterable[Figure]) -> int:
-    return functools.reduce(lambda kinds, figure: kinds | figure.kinds, figures, int(Kind.EXACT))
+    return [Figure(value, min(float(a), value), max(float(b), value), kinds) for value, a, b in ends]
 
 
 def samples(compute: Callable[[], Sequence[float]], draws: int) -> np.ndarray:

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dsjax.plan.figure import Draw, Figure, assumed, assumption, drawing, spread
+from dsjax.plan.figure import Draw, Figure, Kind, assumed, assumption, drawing, spread
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.memory import stage_shares, weight_bytes
 from dsjax.plan.precision import BF16
@@ -143,7 +143,8 @@ def fit(config: ModelConfig, layout: InstanceLayout, precision: Precision, launc
     *figures, cache_tokens = spread(compute, _DRAWS)
     part_figures, rest = tuple(figures[: len(parts)]), iter(figures[len(parts) :])
     for (name, part), figure in zip(parts.items(), part_figures, strict=True):
-        figure.name, figure.unit, figure.source = name, "B", getattr(part, "source", "")
+        figure.name, figure.unit = name, "B"
+        figure.kinds, figure.source = getattr(part, "kinds", Kind.EXACT), getattr(part, "source", "")
     needs = needs_at(launch.memory_fraction)
     conditions = tuple(Condition(need.name, next(rest), next(rest), next(rest)) for need in needs)
     ends = (fitting[0], fitting[-1]) if fitting else None
@@ -245,7 +246,7 @@ def _parts(config: ModelConfig, layout: InstanceLayout, precision: Precision, la
         source = (
             f"{getattr(sizes['outside'], 'source', '')}; and DeepEP's buffers by its get_low_latency_rdma_size_hint"
         )
-        sizes["outside"] = Figure(sizes["outside"] + buffers, source=source)
+        sizes["outside"] = Figure(sizes["outside"] + buffers, kinds=Kind.ASSUMPTION, source=source)
     if launch.mtp and RULES[launch.engine][0] == STATIC:
         sizes["draft"] = sizes["weights"] - _weights(config, layout, precision, launch.engine, False)
     return sizes
