@@ -157,6 +157,7 @@ class LinkListener(_LinkSocket):
         self._names = None if names is None else set(names)
         self._names_by_id: dict[bytes, str] = {}
         self._ids_by_name: dict[str, bytes] = {}
+        self._any_disconnected = False  # whether a disconnection has ever been reported
         self._sweeps = 0  # how often to probe all connections again
         self._sweep_at = 0.0  # time of the next probe
         self._disconnected: set[bytes] = set()  # gone, but their last messages may be unread
@@ -253,13 +254,14 @@ class LinkListener(_LinkSocket):
             return
         self._names_by_id[frames[0].bytes] = opening.name
         self._ids_by_name[opening.name] = frames[0].bytes
-        self._sweeps, self._sweep_at = 20, 0.0  # the disconnection may have been reported before it had a name
+        # Its disconnection may have been reported before it had a name. Else do not probe: a closed link reads no more, so a probe that
+        # arrives while it sends its last messages would make the system reset the connection and drop them.
+        self._sweeps, self._sweep_at = 20 * self._any_disconnected, 0.0
 
     def _check_connections(self) -> None:
         """After a disconnection, probe all processes several times. Those to which sending fails are gone."""
         if zmq.EVENT_DISCONNECTED in self._events():
-            self._sweeps = 20
-            self._sweep_at = 0.0
+            self._any_disconnected, self._sweeps, self._sweep_at = True, 20, 0.0
         if self._sweeps and time.monotonic() >= self._sweep_at:
             self._sweeps -= 1
             self._sweep_at = time.monotonic() + _POLL_SECONDS
