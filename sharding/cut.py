@@ -180,6 +180,7 @@ def lower_cut(function: Callable, *arguments: Any, donate_argnum: int, worker: W
     counts = np.cumsum([0, *map(len, leaves)])
     given_away = set(jaxpr.jaxpr.invars[counts[donate_argnum] : counts[donate_argnum + 1]])
     kept = set(jaxpr.jaxpr.invars) - given_away
+    # Each call of the outside work is a run of its own.
     runs = [list(run) for _, run in groupby(jaxpr.jaxpr.eqns, lambda one: one.primitive is _outside and id(one))]
     if not runs or runs[-1][0].primitive is _outside:
         runs.append([])

@@ -19,7 +19,7 @@ def emulate_devices(count: int) -> None:
     """Make sure that JAX's CPU backend will have at least ``count`` devices, without starting it.
 
     Call it before anything calls ``jax.devices()``. Has no effect on accelerators, on a backend that runs, and if ``count`` exceeds
-    ``most_devices()``, because XLA would abort the process or be silent for minutes. ``MeshSpec.build`` raises an error if devices lack.
+    ``most_devices()``, because XLA would abort the process or be silent for minutes. ``MeshSpec.build`` raises if there are too few.
 
     ``PJRT_NPROC`` sets the size of the thread pool that runs the devices' programs. Each device of a collective occupies a thread while it
     waits for the others, so a pool smaller than the mesh deadlocks; twice the number of devices is safe.

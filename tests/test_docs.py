@@ -86,9 +86,7 @@ def test_the_index_lists_every_page():
 
 
 def commits(text: str) -> set[str]:
-    """The commits of this repository that a page names: hexadecimal words, but those of other repositories, which a page names as in
-    `owner/name, FILE, commit HASH`.
-    """
+    """Return the commits of this repository that a page names: hexadecimal words, except in `owner/name, FILE, commit HASH`."""
     found = set()
     for match in re.finditer(r"(?<![\w.#/%-])([0-9a-f]{7,40})(?![\w-])", text):
         word, before = match[1], text[max(0, match.start() - 250) : match.start()]

@@ -254,8 +254,8 @@ class LinkListener(_LinkSocket):
             return
         self._names_by_id[frames[0].bytes] = opening.name
         self._ids_by_name[opening.name] = frames[0].bytes
-        # Its disconnection may have been reported before it had a name. Else do not probe: a closed link reads no more, so a probe that
-        # arrives while it sends its last messages would make the system reset the connection and drop them.
+        # Probe only if its disconnection may have been reported before it had a name. A closed link reads no more, so a probe that arrives
+        # while it sends its last messages would make the kernel reset the connection and drop them.
         self._sweeps, self._sweep_at = 20 * self._any_disconnected, 0.0
 
     def _check_connections(self) -> None:

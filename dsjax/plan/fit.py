@@ -243,9 +243,8 @@ def _parts(config: ModelConfig, layout: InstanceLayout, precision: Precision, la
     if launch.deepep:
         experts = config.n_routed_experts + layout.redundant
         buffers = 2 * 2 * _LOW_LATENCY_TOKENS * experts * config.hidden_size * 2
-        source = (
-            f"{getattr(sizes['outside'], 'source', '')}; and DeepEP's buffers by its get_low_latency_rdma_size_hint"
-        )
+        known = getattr(sizes["outside"], "source", "")  # a plain float where another draw is active
+        source = f"{known}; and DeepEP's buffers, by its get_low_latency_rdma_size_hint"
         sizes["outside"] = Figure(sizes["outside"] + buffers, kinds=Kind.ASSUMPTION, source=source)
     if launch.mtp and RULES[launch.engine][0] == STATIC:
         sizes["draft"] = sizes["weights"] - _weights(config, layout, precision, launch.engine, False)

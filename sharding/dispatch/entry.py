@@ -55,8 +55,8 @@ def dispatch(
         ``out[n] = sum_k weights[n, k] * Expert_{ids[n, k]}(rows[n])``, with local ids and -1 for none. If the width is
         split, a partial sum over it. Rows may be ``PackedRows``: read them with ``rows.take(indices, axis=0)``.
     experts: physical experts over all ranks; None: the leading dimension of every leaf of ``params``.
-    fused_shared: whether each rank holds a fused shared expert, after its physical ones, for its own tokens with a slot, with weight 1. It
-        sends no row to another rank's experts, except that ranks that split its width gather its rows. No count includes it.
+    fused_shared: whether each rank holds a fused shared expert after its physical ones. The rank's own tokens use it, with weight 1, unless
+        they have no slot. Its rows go only to the ranks that split its width. ``experts`` and the counts leave it out.
 
     Returns ``y_TD`` in x's dtype, sharded over ``spec.token_axes``, and, if ``config.report``, int32 counts with one row per rank in the
     order of ``spec.token_axes`` (``DispatchStatistics.of`` reads them), else None:

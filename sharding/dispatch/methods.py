@@ -53,7 +53,7 @@ class Alone(_NothingSent):
         return Transit(*experts(*transit.rows))
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
-        """Return the sums unchanged, and the counts with those of rows."""
+        """Return the sums unchanged, and the counts with no rows and no rounds."""
         nothing = dict.fromkeys(("rows_sent", "rows_received", "rounds"), jnp.int32(0))
         return transit.rows, transit.kept and transit.kept | nothing
 

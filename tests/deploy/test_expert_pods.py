@@ -67,8 +67,7 @@ def read(pod: dict, labels: dict[str, str]) -> tuple[EngineArgs, dict]:
 
 
 def groups_of(found):
-    """Read, for each instance, the arguments that all its processes with attention have, and those of its processes with experts by host
-    name."""
+    """Read each instance's arguments: those that all attention processes have, and those of the expert processes, by host name."""
     (group,) = found["LeaderWorkerSet"]
     pod = template_of(group)["spec"]
     sets = {one["metadata"]["name"]: one["spec"] for one in found["StatefulSet"]}

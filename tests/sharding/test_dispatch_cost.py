@@ -85,6 +85,8 @@ def test_bytes_sent_are_the_rows_of_the_other_ranks():
     assert back.bytes_sent == 7 * 6 * 128 * 2
     there, back = dispatch_collectives(MeshSpec.parse("dp=8"), DispatchConfig("padded", capacity=2), **shape, rounds=3)
     assert (there.bytes_sent, there.times) == (7 * 2 * row, 3)
+    fp8, _ = dispatch_collectives(MeshSpec.parse("dp=8"), DispatchConfig("gather", wire="fp8"), **shape)
+    assert fp8.bytes_sent == 7 * 6 * (128 + 4 + 4 * 4 + 4 * 2 + 4)
 
 
 def test_statistics_tell_load_payload_and_padding_and_count_an_expert_once_where_its_width_is_split():

@@ -124,7 +124,7 @@ struct Attention : ByBlocks {
 
  protected:
   long queries(long row) const { return std::clamp<long>(length[row], 0, C); }
-  // Whatever lay in memory could be no number, and spread.
+  // Zero the outputs of padding queries: a NaN left in memory would spread.
   void clear_padding() const {
     for (long r = 0; r < R; r++) std::fill(out + (r * C + queries(r)) * H * U, out + (r + 1) * C * H * U, 0.0f);
   }

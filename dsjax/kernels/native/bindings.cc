@@ -76,7 +76,7 @@ class Call {
   }
   const Array& scratch() { return result(frame_->rets.size - 1); }
 
-  // Points to the arrays from number `index` on, of the pointers' types (any type for `void`); null for an array without elements.
+  // Sets pointers to the arrays from `index` on, and checks their types (any for `void`). An array without elements gives null.
   template <class... T>
   void arrays(long index, const T*&... pointers) {
     ((point(pointers, array(index)), pointers = elements(array(index++)) ? pointers : nullptr), ...);
@@ -86,21 +86,21 @@ class Call {
     long index = 0;
     (point(pointers, result(index++)), ...);
   }
-  // Sets numbers to the lengths of all of an array's axes.
+  // Sets numbers to the lengths of an array's axes, of which there must be as many.
   template <class... Number>
   void axes(const Array& array, Number&... lengths) {
     require(array.rank == sizeof...(lengths));
     const int64_t* length = array.dims;
     ((lengths = *length++), ...);
   }
-  // Sets numbers to the settings of the names before them.
+  // Sets each number to the setting whose name precedes it.
   template <class Number, class... More>
   void settings(const char* name, Number& number, More&&... more) {
     typedef std::conditional_t<std::is_same_v<Number, bool> || std::is_same_v<Number, float>, Number, int64_t> Sent;
     number = static_cast<Number>(setting<Sent>(name));
     if constexpr (sizeof...(more) > 0) settings(more...);
   }
-  // What has to hold for the call to be one that the kernel can answer.
+  // Records a condition without which the call is refused.
   void require(bool fits) { fits_ = fits_ && fits; }
 
   // Has another of XLA's threads run a task; this one does, where XLA has none.
@@ -139,7 +139,7 @@ class Call {
     return arguments.run_id;
   }
 
-  // Leaves word with XLA that the call is over when `proceed` is called, with what came of a meeting.
+  // Returns a future to XLA. The call is over when `proceed` is called with the outcome of a meeting.
   XLA_FFI_Error* promise(int64_t patience, std::function<void(Outcome)>& proceed) {
     auto arguments = DSJAX_ARGUMENTS(XLA_FFI_Future_Create_Args);
     XLA_FFI_Error* found = api()->XLA_FFI_Future_Create(&arguments);
@@ -189,7 +189,7 @@ class Call {
     require(false);
     return T();
   }
-  // What `future` has promised XLA is kept, or has failed.
+  // Completes `future`, or sets its error.
   static void keep(const XLA_FFI_Api* api, XLA_FFI_Future* future, int64_t patience, Outcome outcome) {
     if (outcome == Outcome::met) {
       auto arguments = DSJAX_ARGUMENTS(XLA_FFI_Future_SetAvailable_Args);
@@ -211,8 +211,8 @@ class Call {
   bool fits_ = true;
 };
 
-// Arrays and their axes are in the order of the calls in dsjax/kernels/native_calls.py, and as the kernels' fields say. Those that can be left
-// out are then empty.
+// Arrays and axes have the order of the calls in dsjax/kernels/native_calls.py and the names of the kernels' fields. Optional arrays that are
+// not given have no elements.
 
 // Rows are [N, W >= D] of 4 bytes an element. D or F is halved along the depth of packed weights.
 Experts described_experts(Call& call) {
@@ -409,7 +409,7 @@ XLA_FFI_Error* answer(XLA_FFI_CallFrame* frame, XLA_FFI_Error* (*compute)(Call))
   return compute(Call(frame));
 }
 
-// Sets a kernel's fields, and returns how many bytes of working memory it then needs.
+// Sets a kernel's fields, and returns the bytes of working memory that it then needs.
 template <class Kernel, class... Number>
 int64_t scratch_of(const Kernel& kernel, const int64_t* numbers, Number&... fields) {
   ((fields = static_cast<Number>(*numbers++)), ...);
@@ -421,7 +421,7 @@ int64_t scratch_of(const Kernel& kernel, const int64_t* numbers, Number&... fiel
 
 #define DSJAX_HANDLER(name, ...) \
   extern "C" XLA_FFI_Error* dsjax_##name(XLA_FFI_CallFrame* frame) { return dsjax::answer(frame, dsjax::__VA_ARGS__); }
-// A kernel's handler, and the bytes of working memory that it needs, by the numbers that these of its fields hold.
+// Defines a kernel's handler, and the function that returns its bytes of working memory from the values of these fields.
 #define DSJAX_KERNEL(name, compute, Kernel, ...) \
   DSJAX_HANDLER(name, compute) \
   extern "C" int64_t dsjax_##name##_scratch(const int64_t* numbers) { \
@@ -444,5 +444,5 @@ DSJAX_KERNEL(streams_after, streams_after, StreamsAfter, kernel.threads)
 DSJAX_HANDLER(exchange, exchange_rows)
 DSJAX_HANDLER(experts_together, experts_together)
 extern "C" int64_t dsjax_exchange_scratch(const int64_t*) { return 0; }
-// `Guest::terms`, by N, K and D.
+// Bytes of `Guest::terms` from N, K and D.
 extern "C" int64_t dsjax_experts_together_scratch(const int64_t* numbers) { return sizeof(float) * numbers[0] * numbers[1] * numbers[2]; }

@@ -18,7 +18,7 @@ constexpr long kRoundPairs = 4096;  // (row, expert) pairs whose hidden values a
 // What hidden values are rounded to before they are multiplied with an expert's second matrix.
 enum class Hidden : int64_t { float32 = 0, fp8 = 1, nvfp4 = 2 };
 
-// to = the sum of the terms that there are of K, each of so many values: added in their order, or zero. term(k): null for none.
+// to[0 .. count) = the sum of the terms 0 to K - 1 in this order, without those for which term(k) is null; zero if all are.
 template <class Term>
 void add_in_order(long K, const Term& term, long count, float* to) {
   bool any = false;

@@ -1,6 +1,6 @@
-// The kernels as XLA calls them, without XLA or Python. For sanitizers, which drown in other people's reports inside a JAX process.
-// Reads one call from standard input, makes it several times on every device of some programs, which run at the same time, and writes the
-// results of each device but its working memory:
+// Calls the kernels as XLA does, without XLA or Python, for sanitizers: in a JAX process they would report faults of other libraries.
+// Reads one call from standard input, makes it several times on each device of several concurrent programs, and writes each device's results
+// without its working memory. The input:
 //   dsjax_KERNEL PROGRAMS DEVICES TIMES, the number of arrays, TYPE (NumPy's letter) RANK LENGTHS of each, the same for results, of which the
 //   last is working memory, NAME TYPE BYTES (as a number) of each setting, the end of the line, and the bytes of each device's arrays.
 #include <cstdio>
@@ -29,7 +29,7 @@ struct XLA_FFI_ExecutionContext {
   int64_t run;
 };
 
-// The end of a call, after which its device goes on: whichever of the two comes last has it do so.
+// The end of a call. The device goes on once the call is over and `next` is known.
 struct XLA_FFI_Future {
   std::mutex mutex;
   std::function<void()> next;
@@ -56,7 +56,7 @@ using namespace dsjax;
   std::exit(4);
 }
 
-// What kernels use of XLA. A future that fails ends the process.
+// The functions of XLA that kernels use. An error of a future ends the process.
 XLA_FFI_Api stand_in() {
   XLA_FFI_Api api{};
   api.XLA_FFI_Error_Create = [](XLA_FFI_Error_Create_Args* call) { return new XLA_FFI_Error{call->message}; };
@@ -132,7 +132,7 @@ struct Setting {
   XLA_FFI_Scalar scalar{type, &bytes};
 };
 
-// Arrays in memory of exactly their sizes, so that a byte more is found.
+// Arrays in allocations of exactly their sizes, so that sanitizers find any access beyond.
 struct Arrays {
   std::vector<XLA_FFI_Buffer> buffers;
   std::vector<std::vector<char>> bytes;
@@ -155,7 +155,7 @@ struct Device {
   XLA_FFI_ExecutionContext context;
   XLA_FFI_CallFrame frame{};
 
-  // Makes the calls that are left. Before each the arrays are made anew, where those of the call before were, and results are full of NaN.
+  // Makes the remaining calls. Each finds the arrays restored, at the same addresses, and the results filled with NaN.
   void go_on(XLA_FFI_Handler* handler) {
     if (left-- == 0) return;
     for (size_t i = 0; i < given.size(); i++) std::copy(given[i].begin(), given[i].end(), arrays.bytes[i].begin());

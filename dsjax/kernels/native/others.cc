@@ -35,5 +35,5 @@ void arrive_together(int64_t run, int64_t group, long ranks, Guest guest, int64_
 
 }  // namespace dsjax
 
-// Of how many threads at once this process keeps working memory for experts of several devices.
+// Number of threads for which this process keeps working memory for the experts of several devices.
 extern "C" int64_t dsjax_experts_together_desks() { return dsjax::Together::desks(); }

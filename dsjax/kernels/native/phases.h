@@ -73,7 +73,7 @@ class Phases {
   std::atomic<int> inside_{0}, workers_{1};
 };
 
-// Working memory, handed out in whole lines; where there is none, the bytes that would be handed out are counted.
+// Allocates from working memory in whole cache lines. Without memory, it only counts the bytes.
 class Scratch {
  public:
   explicit Scratch(char* memory) : memory_(memory) {}

@@ -86,7 +86,7 @@ struct Matrix {
   static constexpr int rows_of_a_byte = 1;
 };
 
-// One part, of `parts`, of a matrix of a stack, [stack, depth, parts, width], with the scales, in FP8, of its blocks.
+// Part `part` of matrix `number` of a stack [stack, depth, parts, width], with the scales of its blocks if it is FP8.
 template <class Format>
 Matrix<Format> part_of(const void* data, const void* scales, long number, long depth, long parts, long part, long width) {
   const long stride = parts * width, across = (width + kScaleBlock - 1) / kScaleBlock, down = (depth + kScaleBlock - 1) / kScaleBlock;
@@ -107,8 +107,8 @@ struct Scattered {
 // if the depth before had belonged to this product.
 enum class Sums { replace, add, go_on };
 
-// `together` is 2 for a sum whose pieces are short, an even number of them, which are then summed two by two. Fewer sums of pieces wait in
-// memory, where the store of a vector of 64 bytes takes as long as two multiply-adds.
+// together: 2 sums pieces in pairs, if they are short and their number is even. Then fewer sums wait in memory, where storing a vector of
+// 64 bytes takes as long as two multiply-adds.
 // A function of its own: inlined, its sums would share the registers with what is around it (attention of a decode took a fifth longer).
 template <int rows, int vectors, int together, class B>
 __attribute__((noinline)) void tile(const float* const* a, long a_step, const B& b, long column, long depth, float* const* c, long c_column,
@@ -132,7 +132,7 @@ __attribute__((noinline)) void tile(const float* const* a, long a_step, const B&
         }
       }
     if constexpr (together == 2) DSJAX_EACH(r, rows) DSJAX_EACH(v, vectors) total[0][r][v] = total[0][r][v] + total[1][r][v];
-    // Sums of 1, 2, 4 pieces, or of 2 and 4, wait in `whole` for as many pieces more.
+    // Sums of 1, 2, 4, … turns wait in `whole` until the next as many turns are summed, too.
     int level = 0;
     for (; number >> level & 1; level++)
       DSJAX_EACH(r, rows) DSJAX_EACH(v, vectors) total[0][r][v] = whole[level][r][v] + total[0][r][v];

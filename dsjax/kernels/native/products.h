@@ -24,7 +24,7 @@ void place_product(long rows, const float* const* a, const B& b, long from, long
   product(rows, a, 1, b, from, to, depth, c, Sums::replace, c_shift, piece);
 }
 
-// The functions of one B, and of a format whose matrices may lie transposed; `how` is `extern` where they are used, and empty in their unit.
+// Instantiations of the products for one B, or for a format with its transposed matrices. how: `extern` where they are used, empty in their unit.
 #define DSJAX_PRODUCT(how, B) \
   how template void product(long, const float* const*, long, const B&, long, long, long, float* const*, Sums, long, long);
 #define DSJAX_PANEL_PRODUCT(how, B) \

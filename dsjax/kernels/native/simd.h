@@ -82,7 +82,7 @@ inline V larger(V a, V b) {
   return a > b ? a : b;
 }
 
-// The lanes of the vectors that so many values take.
+// `values` rounded up to whole vectors.
 constexpr long whole_vectors(long values) { return (values + kLanes - 1) / kLanes * kLanes; }
 
 inline float sum(Vec v) {
@@ -131,11 +131,11 @@ inline V exp(V x) {
   return x < -87.0f ? V{} : value;
 }
 
-// A loop over at most 16 numbers, or every second one, that is unrolled whole: arrays of vectors then lie in registers.
+// Fully unrolled loops of at most 16 turns, by ones or twos, so that arrays of vectors stay in registers.
 #define DSJAX_EACH(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); i++)
 #define DSJAX_EACH_PAIR(i, count) _Pragma("GCC unroll 16") for (int i = 0; i + 1 < (count); i += 2)
 
-// Lane i of the result is lane pick(i) of a, or of b, whose lanes are numbered on from a's.
+// Lane i of the result is lane pick(i) of a and b together; b's lanes are numbered after a's.
 template <class V, class Pick, int... lane>
 inline V shuffled(V a, V b, Pick pick, std::integer_sequence<int, lane...>) {
 #if defined(__clang__)
@@ -155,7 +155,7 @@ inline void shuffle(Vec& a, Vec& b, First first, Second second) {
   b = shuffled(a, b, second), a = shuffled_a;
 }
 
-// Lanes of a where (lane & step) == 0, and of b moved up by step elsewhere; and the same for the upper halves.
+// Sets a to the lanes of a where (lane & step) == 0 and to those of b, moved up by step, elsewhere; and b to the remaining lanes.
 template <int step>
 inline void exchange(Vec& a, Vec& b) {
   auto low = [](int lane) { return lane & step ? kLanes + lane - step : lane; };
@@ -193,7 +193,7 @@ inline void deinterleave(Vec& a, Vec& b) {
   shuffle(a, b, [](int lane) { return 2 * lane; }, [](int lane) { return 2 * lane + 1; });
 }
 
-// Of each 16 bytes of vectors, the first eight of a and b in turn; and the last eight.
+// Interleaves a and b by bytes within each 16 bytes: the first eight of each, and (below) the last eight.
 template <class Bytes>
 inline UIntVec first_in_turn(Bytes a, Bytes b) {
   return (UIntVec)shuffled(a, b, [](int byte) { return byte / 16 * 16 + byte % 16 / 2 + byte % 2 * static_cast<int>(sizeof(Bytes)); });
@@ -216,7 +216,7 @@ struct AnyCode {
 // What a widening keeps in registers for all groups: nothing, where it needs no tables.
 struct NoTables {};
 
-// A format that is widened without tables, and no sooner where some codes may come out wrong.
+// Base of formats that are widened without tables and have no quicker form that is wrong for some codes.
 struct PlainWidening {
   typedef NoTables Held;
   typedef AnyCode Codes;
@@ -297,7 +297,7 @@ struct Float8 : PlainWidening {
     return bits<Vec>(bits<UIntVec>(widen_number(all)) | nan);
   }
 #endif
-  // Of a byte in each lane, in its low eight bits, which is no NaN.
+  // Widens the byte in the low eight bits of each lane, which is not NaN.
   static Vec widen_number(UIntVec byte) {
     const UIntVec magnitude = byte & 0x7f;
     const Vec normal = bits<Vec>((magnitude << 20) + (120u << 23));

@@ -14,7 +14,7 @@ class Together : public Meeting<Guest> {
  public:
   using Meeting::Meeting;
 
-  // Of how many threads at once this process keeps working memory.
+  // Number of threads for which this process keeps working memory.
   static long desks() { return Desks::here().count(); }
 
   // Computes what all devices came for.

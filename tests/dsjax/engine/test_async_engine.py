@@ -1,5 +1,4 @@
-"""The engine's thread: outputs arrive, disconnects free pages, death is heard by all. These are the tests of `engine_thread.py` and
-`request_streams.py` too."""
+"""The engine's thread: outputs, disconnects and the engine's death. Also tests `engine_thread.py` and `request_streams.py`."""
 
 import asyncio
 import threading

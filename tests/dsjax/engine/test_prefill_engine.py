@@ -1,5 +1,4 @@
-"""A prefill engine keeps what decode has not taken, refuses what makes no sense, and ends with its threads. These are the tests of
-`transfer/prefill_service.py` too."""
+"""A prefill engine keeps pages until decode has them, refuses bad requests, and ends. Also tests `transfer/prefill_service.py`."""
 
 from types import SimpleNamespace
 

@@ -1,6 +1,4 @@
-"""A server with two attention processes, which overlap batches, and experts that move for both: others take over as experts, and an
-attention process is lost, comes back, and leaves.
-"""
+"""A server with two attention processes and AFD: experts fail over, and an attention process is lost, returns and leaves."""
 
 import contextlib
 import signal

@@ -401,6 +401,13 @@ def test_a_device_that_is_at_an_exchange_along_other_axes_meets_nobody_of_the_on
     np.testing.assert_array_equal(mine, theirs)
 
 
+def test_an_expert_that_no_device_has_is_none_where_experts_read_in_memory(kernels):
+    case = ExpertsCase.drawn(7, X=8, D=24, F=16, N=8, K=3, routing="some")
+    expected = experts_of(kernels, case)
+    case.ids[case.ids < 0] = 8
+    np.testing.assert_array_equal(dispatched(kernels, case, "dp=4")[0], expected)
+
+
 @pytest.mark.parametrize("wrong", ["too many experts", "rows of whole numbers", "fewer weights than choices"])
 def test_experts_together_that_do_not_fit_are_refused_and_read_nothing(kernels, wrong):
     case = ExpertsCase.drawn(8, X=2, D=24, F=16, N=4, K=2, routing="all")

@@ -57,6 +57,7 @@ def test_a_static_fraction_too_high_leaves_no_room_for_a_step_and_one_too_low_no
     assert not _judged(v3, engine="sglang", fraction=high + 0.01).fits
     assert _judged(v3, engine="sglang", fraction=low).fits
     assert _judged(v3, engine="sglang", fraction=high).words == "probably fits", "it depends on assumptions"
+    assert _judged(v3, engine="sglang", fraction=0.8).words == "fits"
     with pytest.raises(UserError, match="--memory-fraction is 90, expected a number above 0 and at most 1"):
         _judged(v3, fraction=90)
     longer = _judged(v3, engine="sglang", prefill_tokens=32768)

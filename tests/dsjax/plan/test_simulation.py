@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import statistics
 from types import SimpleNamespace
 
 import numpy as np
@@ -172,11 +173,12 @@ def test_lengths_and_gaps_have_the_moments_that_were_asked_for():
     work = Workload(Lengths(2000, 0.5), Lengths(300, 1.0))
     source = requests(OfferedLoad(10.0, None, 0.5), work, 10**6, seed=1)
     drawn = [next(source) for _ in range(20_000)]
-    prompts = np.array([r.prompt for r in drawn])
+    prompts, outputs = np.array([r.prompt for r in drawn]), np.array([r.output for r in drawn])
     gaps = np.diff([r.arrival for r in drawn])
     # 20,000 draws: standard errors of means below 1 %, of deviations below 5 %.
     assert prompts.mean() == pytest.approx(2000, rel=0.02)
     assert prompts.std() / prompts.mean() == pytest.approx(0.5, rel=0.1)
+    assert outputs.mean() == pytest.approx(300, rel=0.03)
     assert gaps.mean() == pytest.approx(0.1, rel=0.04)
     assert gaps.std() / gaps.mean() == pytest.approx(2**0.5, rel=0.05)
 
@@ -349,6 +351,8 @@ def test_lengths_of_a_range_are_even_between_its_ends_and_have_its_moments():
     load, work = OfferedLoad(None, 1), Workload(drawn, drawn)
     asked = [one.prompt for one in itertools.islice(requests(load, work, 10_000, 0), 4000)]
     assert 819 <= min(asked) < 830 < 1218 < max(asked) <= 1229
+    assert statistics.mean(asked) == pytest.approx(drawn.mean, rel=0.01)
+    assert statistics.stdev(asked) / statistics.mean(asked) == pytest.approx(drawn.variation, rel=0.03)
     assert sum(one < drawn.mean for one in asked) / len(asked) == pytest.approx(0.5, abs=0.03)
 
 

@@ -1,5 +1,4 @@
-"""The KV connector of docs/examples works as it stands there: pages leave, come back, and tokens are the same. These are the tests of
-`setup/loading.py` too."""
+"""The KV connector of docs/examples: pages leave and come back, and tokens are the same. Also tests `setup/loading.py`."""
 
 import sys
 from pathlib import Path

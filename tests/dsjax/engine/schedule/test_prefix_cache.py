@@ -1,5 +1,4 @@
-"""Which pages are found again, which are not, and what is counted. These are the tests of `schedule/pages.py`, `schedule/request_pages.py`
-and `schedule/rank.py` too."""
+"""Prefix cache hits and their counts. Also tests `schedule/pages.py`, `schedule/request_pages.py` and `schedule/rank.py`."""
 
 from zlib import crc32
 

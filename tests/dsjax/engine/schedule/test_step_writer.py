@@ -1,5 +1,4 @@
-"""What a step's command says: after any history the executor's page tables are what the requests hold, told only once. These are the tests
-of `schedule/request.py` too."""
+"""After any history, a step's commands give the executor the requests' page tables, once. Also tests `schedule/request.py`."""
 
 from hypothesis import given
 from hypothesis import strategies as st

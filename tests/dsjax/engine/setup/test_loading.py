@@ -1,5 +1,4 @@
-"""What loading reads of a model's directory, and what it says of the engine that it made. These are the tests of `setup/facts.py` and
-`setup/fitting.py` too."""
+"""What loading reads of a model's folder, and the facts of the engine. Also tests `setup/facts.py` and `setup/fitting.py`."""
 
 import threading
 from unittest.mock import Mock

@@ -1,5 +1,4 @@
-"""Experts that come in bf16 stay so for float32 computation, and nothing is lost by it. These are the tests of `setup/loading.py` and
-`setup/assembly.py` too."""
+"""bf16 experts stay bf16 for float32 computation, without loss. Also tests `setup/loading.py` and `setup/assembly.py`."""
 
 import numpy as np
 import pytest

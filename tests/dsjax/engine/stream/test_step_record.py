@@ -1,5 +1,4 @@
-"""A recording of steps: what was told and what came of it, readable however its process ended, and replayed token by token. These are the
-tests of `dsjax replay` too."""
+"""A step recording can be read however its process ended, and replays every token. Also tests `dsjax replay`."""
 
 import json
 import re

@@ -66,8 +66,7 @@ def one_devices(checkpoint, options):
 
 @contextlib.contextmanager
 def kept_in(library):
-    """Engines that are made meanwhile take their programs from this library and keep them there; their options must be equal but for what
-    no program depends on."""
+    """Inside, engines share the programs of this library; their options may differ only where no program depends on them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program_library, "ProgramLibrary", lambda: library)
         yield
